@@ -1,0 +1,52 @@
+PYTHON ?= python3
+# mypy: the last line that still checks for Python 3.8, the oldest that agentcli.py runs on.
+LINTERS = mypy==1.14.1 ruff==0.17.6
+# FA100 wants `from __future__ import annotations`: a module that would be imported before
+# agentcli.py has taken its own folder off the module path.
+RUFF = check --isolated --no-cache --output-format concise --target-version py38 \
+  --extend-select B,SIM,UP,PIE,RET,C4 --ignore FA100
+
+.PHONY: help test integration lint bench vendor
+
+help: ## what can be made (the default)
+	@sed -n 's/^\([a-z]*\):.*## /make \1: /p' Makefile
+	@echo 'Another interpreter: make test PYTHON=python3.8'
+
+test: ## every test, offline
+	$(PYTHON) test_agentcli.py
+
+integration: ## a real tool (beangulp) behind agentcli; installs it in a throw-away environment
+	$(PYTHON) test_agentcli.py integration
+
+bench: ## what a call through agentcli costs, side by side with plain calls (BENCH_RUNS=40)
+	$(PYTHON) test_agentcli.py bench
+
+lint: ## mypy --strict, ruff, and the bounds on agentcli.py; installs both in a throw-away environment
+	@set -u; failed=0; run() { echo "$${1##*/}$${*#"$$1"}"; "$$@" || failed=1; }; \
+	tools=$$(mktemp -d) || exit 1; trap 'rm -rf "$$tools"' EXIT; trap 'exit 1' HUP INT TERM; \
+	$(PYTHON) -m venv "$$tools" && \
+	"$$tools/bin/python" -m pip install -qq --disable-pip-version-check $(LINTERS) || { \
+	  echo 'make lint: $(LINTERS) could not be installed: that needs the venv module with pip,' \
+	    'and a package index that answers' >&2; exit 1; }; \
+	for target in 3.8 3.13; do \
+	  run "$$tools/bin/mypy" --strict --python-version $$target --cache-dir "$$tools/cache" agentcli.py; \
+	done; \
+	run "$$tools/bin/ruff" $(RUFF) agentcli.py test_agentcli.py; \
+	if LC_ALL=C.UTF-8 grep -nE '.{101}' agentcli.py; then \
+	  failed=1; echo 'agentcli.py: the lines above have more than 100 characters'; fi; \
+	if [ "$$(wc -l < agentcli.py)" -gt 2000 ]; then \
+	  failed=1; echo 'agentcli.py has more than 2000 lines'; fi; \
+	[ $$failed = 0 ] && echo 'lint: nothing found'
+
+# DEST reaches the shell as a variable, so that it may hold spaces and quotes.
+vendor: export DEST := $(DEST)
+vendor: ## copy agentcli.py into DEST=folder, with the example manifest if that has none
+	@[ -n "$$DEST" ] || { echo 'make vendor: name the folder: make vendor DEST=path/to/folder' >&2; exit 2; }
+	@[ -d "$$DEST" ] || { echo "make vendor: not a folder: $$DEST" >&2; exit 2; }
+	@cp agentcli.py "$$DEST/agentcli.py"
+	@[ -e "$$DEST/manifest.json" ] || { cp manifest.example.json "$$DEST/manifest.json"; \
+	  echo "made $$DEST/manifest.json from the example: replace its commands by your own"; }
+	@$(PYTHON) -I -c 'import hashlib, json, subprocess, sys; path = sys.argv[1]; \
+	answer = subprocess.check_output([sys.executable, path, "--format", "json", "--version"]); \
+	print("copied agentcli", json.loads(answer)["data"]["agentcli_version"], "to", path); \
+	print("sha256", hashlib.sha256(open(path, "rb").read()).hexdigest())' "$$DEST/agentcli.py"

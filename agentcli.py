@@ -1,0 +1,2959 @@
+#!/usr/bin/env python3
+# agentcli 0.1.0 - one safe door to a repository's tools, for an AI agent and the person beside it.
+#
+# MIT License. Copyright (c) 2026 the agentcli authors.
+#
+# Permission is hereby granted, free of charge, to any person obtaining a copy of this software and
+# associated documentation files (the "Software"), to deal in the Software without restriction,
+# including without limitation the rights to use, copy, modify, merge, publish, distribute,
+# sublicense, and/or sell copies of the Software, and to permit persons to whom the Software is
+# furnished to do so, subject to the following conditions:
+#
+# The above copyright notice and this permission notice shall be included in all copies or
+# substantial portions of the Software.
+#
+# THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR IMPLIED, INCLUDING BUT
+# NOT LIMITED TO THE WARRANTIES OF MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND
+# NONINFRINGEMENT. IN NO EVENT SHALL THE AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM,
+# DAMAGES OR OTHER LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM, OUT
+# OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE.
+"""One safe door to a repository's tools, for an AI agent and the person beside it.
+
+A manifest (manifest.json beside this file) names the commands; a call is
+
+    python agentcli.py [global options] COMMAND PATH [options, positionals or the tool's tokens]
+
+and ends with exactly one JSON envelope that says how it ended. The file is read in the order in
+which a call's data flows: parse, admit (the journal), perform, report.
+"""
+
+import sys
+
+import _signal  # type: ignore[import-not-found]  # built in, but typeshed has only `signal`
+
+
+def _forget_visited_folders() -> None:
+    """Take this file's folder and the current one off sys.path, the standard library's excepted.
+
+    A json.py that lies in a visited repository must not run (CWE-427). Nothing is imported here:
+    even `os` could come from there.
+    """
+    stat = sys.modules["posix" if "posix" in sys.modules else "nt"].stat
+
+    def identity(folder: str) -> object:
+        try:
+            info = stat(folder or ".")
+        except (OSError, ValueError):
+            return folder
+        return (info.st_dev, info.st_ino)
+
+    visited = {identity(__file__.rpartition("/")[0]), identity(".")}
+    if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
+        visited.add(identity(sys.path[0]))  # what Python itself put there: a resolved symlink, say
+    visited.discard(identity(sys.modules["encodings"].__path__[0].rpartition("/")[0]))
+    sys.path[:] = [folder for folder in sys.path if identity(folder) not in visited]
+
+
+if __name__ == "__main__":
+    if hasattr(_signal, "pthread_sigmask"):  # from here on a signal waits until somebody looks
+        _signal.pthread_sigmask(_signal.SIG_BLOCK, _signal.valid_signals())
+    _forget_visited_folders()
+
+import enum
+import errno
+import json
+import os
+import re
+import stat
+import time
+
+TYPE_CHECKING = False  # importing `typing` costs more than a call may, so only a checker reads it
+if TYPE_CHECKING:
+    import signal
+    from typing import (Any, Callable, Dict, Iterable, Iterator, List, NoReturn, Optional,
+                        Sequence, Set, Tuple)
+
+    Json = Dict[str, Any]
+    Rule = Tuple[Callable[[Any], bool], str]  # what a value must pass, and how to say it
+    Ending = Tuple[Optional[int], Optional[int], List[int]]  # wait status, cause, survivors
+else:
+    signal = _signal  # its numbers are plain ints, and no folder can stand in for it
+
+__all__ = ["App", "Context", "ExitCode", "Failure", "RegistrationError", "load", "main",
+           "read_input", "resolve_exit_code"]
+
+# ---------------------------------------------------------------------------------------------
+# Constants and exit codes
+# ---------------------------------------------------------------------------------------------
+
+VERSION = "0.1.0"
+GRACE = 5.0  # seconds between asking a process to end and KILL
+KILL_PATIENCE = 2.0  # seconds that a process may resist KILL before it is reported instead
+LOOK = 0.05  # seconds between two looks at what sends no signal: a killed group, a lock, a pipe
+LONGEST_TIMEOUT = 10 ** 9  # seconds
+TIMEOUTS = {"passthrough": 300, "http": 30, "declared": 60, "builtin": 60}  # seconds, by kind
+ENDING_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+                       if hasattr(signal, name))
+INPUT_LIMIT = 1 << 20  # bytes of a request's body
+REPLY_LIMIT = 16 << 20  # bytes of a reply's body
+TOKEN_LIMIT = 8192  # bytes of a token
+KEY_SECONDS = 86400  # how long an idempotency key is remembered
+JOURNAL_DAYS = 30  # after which a journal file that nothing used goes
+LARGEST_RESULT = 65536  # bytes of a declared command's data that the journal keeps for a repeat
+LARGEST_ENTRY = 16384  # bytes of an audit log entry
+PAGE_SIZE = 64 << 20  # bytes of the answer of a forked child, its mark and length included
+
+# The exit codes of the CLI Agent Spec (REQ-F-001) by name.
+ExitCode = enum.IntEnum("ExitCode", (
+    "SUCCESS GENERAL_ERROR ARG_ERROR PARTIAL_FAILURE PRECONDITION NOT_FOUND CONFLICT "
+    "PERMISSION_DENIED AUTH_REQUIRED PAYMENT_REQUIRED TIMEOUT RATE_LIMITED UNAVAILABLE REDIRECTED"
+), start=0)
+ExitCode.__doc__ = "The exit codes of the CLI Agent Spec (REQ-F-001), 0 to 13, by name."
+
+# ---------------------------------------------------------------------------------------------
+# Failures
+# ---------------------------------------------------------------------------------------------
+
+
+class Failure(Exception):
+    """An end other than success, with all that its envelope tells.
+
+    exit_code: 1 to 255, an ExitCode where one fits. code: `^[A-Z][A-Z0-9_]+$`. message: what is
+    wrong, where, and what to do. data: the envelope's data. fields: the ResponseEnvelope's
+    optional error fields: phase, fix_required, fix_command, suggestion, retry_after_ms, context.
+    Raises ValueError when one of them is not of that kind.
+    """
+
+    def __init__(self, exit_code: int, code: str, message: str, data: "Any" = None,
+                 retryable: bool = False, **fields: "Any") -> None:
+        super().__init__(message)
+        self.exit_code, self.data = int(exit_code), data
+        self.error: Json = {"code": code, "message": message, "retryable": retryable}
+        self.error.update((key, value) for key, value in fields.items() if value is not None)
+        faults = _shape_faults(self.error, _ERROR_KEYS, ())
+        if faults or not 1 <= exit_code <= 255 or not isinstance(data, (dict, list, type(None))):
+            raise ValueError(f"this is no Failure: exit_code {exit_code}, {'; '.join(faults)}")
+
+
+class RegistrationError(ValueError):
+    """What a manifest or `App.register` declares breaks the rules; `faults` lists each breach."""
+
+    def __init__(self, faults: "Sequence[str]") -> None:
+        super().__init__("; ".join(faults))
+        self.faults = list(faults)
+
+
+class Interrupted(Exception):
+    """The signal args[0], one that ends a call, came while agentcli waited for something."""
+
+
+def argument_error(message: str, **fields: "Any") -> Failure:
+    return Failure(ExitCode.ARG_ERROR, "ARG_ERROR", message, phase="validation", **fields)
+
+
+def precondition(code: str, message: str, **fields: "Any") -> Failure:
+    return Failure(ExitCode.PRECONDITION, code, message, phase="validation", **fields)
+
+
+def cancelled(signo: int) -> Failure:
+    """The end of a call that a signal stopped before anything was started."""
+    return Failure(128 + signo, "CANCELLED", f"Stopped by {signal_name(signo)} (signal {signo}) "
+                   "before anything was started", {"partial": True},
+                   context=dict(signal_context(signo), started=False))
+
+
+def internal_error(message: str = "A fault of agentcli's own; the traceback is on stderr",
+                   ) -> "Outcome":
+    """Exit 1; call it while the exception is handled, so that its traceback is told first."""
+    if sys.exc_info()[0]:
+        import traceback
+
+        write_all(2, traceback.format_exc().encode("utf-8", "backslashreplace"))
+    failure = Failure(ExitCode.GENERAL_ERROR, "INTERNAL_ERROR", message, phase="execution")
+    return Outcome(1, None, failure.error)
+
+
+def nearest(word: str, known: "Iterable[str]") -> "Optional[str]":
+    """A sentence that offers the known names nearest to a mistyped one, or None."""
+    import difflib
+
+    near = difflib.get_close_matches(word, list(known))
+    return f"Did you mean {' or '.join(near)}?" if near else None
+
+
+def printable(text: str) -> str:
+    """Text for a terminal, on one line: control characters, escape sequences among them, shown."""
+    return re.sub("[\0-\x1f\x7f-\x9f\u2028\u2029]",
+                  lambda match: " " if match.group() == "\n" else repr(match.group())[1:-1], text)
+
+
+def reason_of(error: BaseException) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def signal_name(signo: int) -> str:
+    """`SIGTERM` for 15; `signal 40` for one without a name."""
+    return next((name for name in dir(signal) if name[:3] == "SIG" and "_" not in name
+                 and getattr(signal, name) == signo), f"signal {signo}")
+
+
+def signal_context(signo: int) -> "Json":
+    return {"signal": signo, "signal_name": signal_name(signo)}
+
+
+# ---------------------------------------------------------------------------------------------
+# Envelopes
+# ---------------------------------------------------------------------------------------------
+
+
+class Outcome:
+    """How a call ended: what `report` needs to know of it, and nothing else."""
+
+    ran = False  # a tool may have written to the descriptors that agentcli shares with it
+    text: "Optional[str]" = None  # what a person reads instead of `data`
+    reply: "Optional[Json]" = None  # an OperationEnvelope, which then is the whole answer
+    final = False  # the reply is the service's own, so nothing is added to it
+
+    def __init__(self, exit_code: int, data: "Any" = None, error: "Optional[Json]" = None,
+                 meta: "Optional[Json]" = None, **more: "Any") -> None:
+        self.exit_code, self.data, self.error, self.meta = int(exit_code), data, error, meta or {}
+        vars(self).update(more)
+
+
+def new_id(prefix: str) -> str:
+    """`prefix` and a UUIDv7 (RFC 9562, 5.7): 48 bits of milliseconds, 74 of randomness."""
+    random = int.from_bytes(os.urandom(10), "big")
+    value = (time.time_ns() // 1000000) << 80 | 7 << 76 | (random >> 68) << 64
+    digits = f"{value | 2 << 62 | random & (1 << 62) - 1:032x}"
+    return prefix + "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
+
+
+def timestamp(seconds: float) -> str:
+    """Seconds since the epoch as RFC 3339 in UTC, to the millisecond."""
+    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
+    return f"{whole}.{int(seconds % 1 * 1000):03d}Z"
+
+
+def response_envelope(call: "Call", outcome: Outcome) -> "Json":
+    """The ResponseEnvelope of the CLI Agent Spec (REQ-F-004) for one ended call."""
+    meta: Json = {
+        "exit_code": outcome.exit_code, "duration_ms": call.milliseconds(),
+        "timeout_ms": round(call.timeout * 1000), "request_id": call.request_id,
+        "timestamp": timestamp(time.time()), "tool_version": call.app.version}
+    for key, value in (("command", call.command and call.command.path),
+                       ("trace_id", os.environ.get("TOOL_TRACE_ID")),
+                       ("audit_log_path", call.audit and call.audit.path)):
+        meta.update({key: value} if value else {})
+    meta.update(outcome.meta)
+    return {"ok": outcome.exit_code == 0, "data": outcome.data, "error": outcome.error,
+            "warnings": call.warnings, "meta": meta}
+
+
+def operation_envelope(request_id: str, status: str, data: "Any" = None, code: str = "",
+                       message: str = "", retryable: bool = False, **more: "Any") -> "Json":
+    """An OperationEnvelope (schema version 1) of agentcli's own."""
+    error = dict(code=code, message=message, retryable=retryable, **more) if code else None
+    return {"schema_version": 1, "request_id": request_id, "status": status, "data": data,
+            "warnings": [], "error": error}
+
+
+def is_operation_envelope(value: "Any") -> bool:
+    """Whether a JSON value is a whole and valid OperationEnvelope."""
+    def texts(item: "Any", *keys: str) -> bool:
+        return isinstance(item, dict) and all(isinstance(item.get(key), str) for key in keys)
+
+    if not texts(value, "request_id", "status") or set(value) != set(operation_envelope("", "")):
+        return False
+    status, error, warnings = value["status"], value["error"], value["warnings"]
+    told = texts(error, "code", "message") and isinstance(error.get("retryable"), bool) \
+        and bool(re.fullmatch("[a-z][a-z0-9_]*", error["code"])) \
+        and isinstance(error.get("operation_id", ""), str)
+    return (value["schema_version"] == 1 and value["schema_version"] is not True
+            and value["request_id"] != "" and isinstance(warnings, list)
+            and all(texts(warning, "code", "message") for warning in warnings)
+            and (told or error is None and status != "error") and not (told and status == "ok")
+            and status in ("ok", "needs_clarification", "partial", "error"))
+
+
+# Exit codes by error.code, the meaning first; `not_found` and `proposal_not_applicable` are absent
+# because their HTTP status decides.
+_EXIT_OF_CODE = {code: exit_code for exit_code, codes in {
+    1: "unauthenticated forbidden internal_error",
+    2: "invalid_input configuration_invalid calendar_unsupported limit_exceeded cursor_expired "
+       "proposal_expired",
+    3: "approval_required clarification_required",
+    4: "etag_conflict idempotency_conflict",
+    5: "dependency_unavailable journal_unavailable judgment_unavailable judgment_invalid",
+    6: "operation_unknown partial_apply needs_reconciliation context_pending"}.items()
+    for code in codes.split()}
+_EXIT_OF_STATUS = {200: 0, 201: 0, 202: 6, 400: 2, 413: 2, 422: 2, 409: 4, 412: 4, 503: 5}
+
+
+def resolve_exit_code(envelope: "Json", http_status: "Optional[int]") -> int:
+    """The exit code of an OperationEnvelope: its meaning first, the HTTP status second.
+
+    >>> resolve_exit_code({"status": "partial", "error": None}, 200)
+    6
+    """
+    status, error = envelope.get("status"), envelope.get("error")
+    if status in ("needs_clarification", "partial"):
+        return 3 if status == "needs_clarification" else 6
+    if status == "ok":
+        return 6 if http_status == 202 else 0
+    code = error.get("code") if isinstance(error, dict) else None
+    by_status = _EXIT_OF_STATUS.get(http_status or 0, 1)
+    return _EXIT_OF_CODE.get(code, by_status) if isinstance(code, str) else by_status
+
+
+def json_line(document: "Any") -> bytes:
+    """One line of JSON (RFC 8259) in ASCII; lone surrogates become U+FFFD."""
+    text = json.dumps(document)
+    if "\\ud" in text:  # a surrogate, perhaps without its other half
+        wide = json.dumps(document, ensure_ascii=False).encode("utf-16-le", "surrogatepass")
+        text = json.dumps(json.loads(wide.decode("utf-16-le", "replace")))
+    return text.encode("ascii") + b"\n"
+
+
+def parse_json(data: bytes) -> "Any":
+    """One JSON value (RFC 8259) from UTF-8 bytes, strictly. Raises ValueError, saying where.
+
+    Refused beyond the grammar: a byte-order mark, NaN and Infinity, a key twice in one object, a
+    number too large for a double, and nesting deeper than the interpreter's limit.
+    """
+    text = data.decode("utf-8")
+
+    def refuse(token: str, what: str = "is not JSON") -> "NoReturn":
+        line = text.count("\n", 0, text.index(token)) + 1
+        raise ValueError(f"{token[:20]} {what}: line {line}")
+
+    def number(token: str) -> float:
+        if abs(float(token)) == float("inf"):
+            refuse(token, "is too large for a double")
+        return float(token)
+
+    def integer(token: str) -> int:
+        return int(token) if len(token) < 300 or number(token) else 0
+
+    def unique(pairs: "List[Tuple[str, Any]]") -> "Json":
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"the key {json.dumps(twice)} occurs twice in one object")
+        return found
+
+    try:
+        return json.loads(text, object_pairs_hook=unique, parse_constant=refuse,
+                          parse_float=number, parse_int=integer)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+# ---------------------------------------------------------------------------------------------
+# Waiting on a descriptor while signals are blocked
+# ---------------------------------------------------------------------------------------------
+
+
+def pending_end() -> int:
+    """The number of a blocked signal that asks this process to end, now taken; 0 for none."""
+    for signo in set(ENDING_SIGNALS) & set(signal.sigpending()):
+        if signal.getsignal(signo) != signal.SIG_IGN:
+            return int(signal.sigwait([signo]))
+    return 0
+
+
+def before_deadline(deadline: "Optional[float]") -> float:
+    """Seconds until the next look, 0 when the deadline (monotonic; None: none) has passed.
+
+    With its signals blocked, a process in a plain read or a lock is deaf; between short waits it
+    looks for them here. Raises Interrupted on one that ends the call.
+    """
+    signo = pending_end()
+    if signo:
+        raise Interrupted(signo)
+    return LOOK if deadline is None else max(0, min(LOOK, deadline - time.monotonic()))
+
+
+def wait_ready(descriptor: int, event: str, deadline: "Optional[float]") -> bool:
+    """Whether a descriptor is ready to "read" or "write" before the deadline. Or Interrupted."""
+    import select
+
+    if not hasattr(select, "poll"):  # Windows, where all that is written is that nothing runs
+        return True
+    poll, left = select.poll(), 0.0
+    poll.register(descriptor, select.POLLIN if event == "read" else select.POLLOUT)
+    while not poll.poll(left * 1000):
+        left = before_deadline(deadline)
+        if not left:
+            return False
+    return True
+
+
+def write_all(descriptor: int, data: bytes, told: bool = False) -> "Optional[OSError]":
+    """Write to a descriptor that is shared with others; return the error that ended it, if any.
+
+    The reader may be slow (a full pipe) and a tool may have left O_NONBLOCK on the open file that
+    both share. Once agentcli is told to end, before (told) or by a signal, the reader gets GRACE
+    seconds more.
+    """
+    give_up = time.monotonic() + GRACE if told else None
+    rest = memoryview(data)
+    try:
+        piece = len(data) if stat.S_ISREG(os.fstat(descriptor).st_mode) else 4096  # PIPE_BUF
+        while rest:
+            try:
+                if not wait_ready(descriptor, "write", give_up):
+                    return TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+                rest = rest[os.write(descriptor, rest[:piece]):]
+            except BlockingIOError:
+                continue
+            except Interrupted:
+                give_up = give_up or time.monotonic() + GRACE
+    except OSError as error:
+        return error
+    return None
+
+
+def read_input(source: str, limit: int = INPUT_LIMIT, deadline: "Optional[float]" = None) -> bytes:
+    """All bytes of stdin (source "-") or of a file, at most `limit` of them.
+
+    deadline: on the monotonic clock; None is none. It reads no further than one byte past the
+    limit. Raises Failure (exit 2, ARG_ERROR) when there is more, when the bytes do not come in
+    time or cannot be read.
+    """
+    data, descriptor = bytearray(), 0
+    try:
+        if source != "-":
+            descriptor = os.open(source, os.O_RDONLY | os.O_NONBLOCK)
+        while len(data) <= limit:
+            if not wait_ready(descriptor, "read", deadline):
+                raise ValueError("the input did not end within the time limit")
+            try:
+                piece = os.read(descriptor, min(65536, limit + 1 - len(data)))
+            except BlockingIOError:
+                continue
+            if not piece:
+                return bytes(data)
+            data += piece
+        raise ValueError(f"it is larger than {limit} bytes")
+    except (OSError, ValueError) as error:
+        raise argument_error(f"--input {source}: {reason_of(error)}") from None
+    finally:
+        if descriptor:
+            os.close(descriptor)
+
+
+# ---------------------------------------------------------------------------------------------
+# Manifest and registration
+# ---------------------------------------------------------------------------------------------
+
+
+def _is_text(value: "Any") -> bool:
+    return isinstance(value, str) and value.strip() != "" and "\0" not in value
+
+
+def _is_strings(value: "Any") -> bool:
+    return isinstance(value, list) and all(isinstance(v, str) and "\0" not in v for v in value)
+
+
+def _is_number(value: "Any", highest: float = LONGEST_TIMEOUT) -> bool:
+    return type(value) in (int, float) and 0 <= value <= highest
+
+
+def _is_pattern(value: "Any") -> bool:
+    try:
+        return isinstance(value, str) and bool(re.compile(value))
+    except re.error:
+        return False
+
+
+def _is_environment(value: "Any") -> bool:
+    return isinstance(value, dict) and all(
+        name and not set(name) & {"=", "\0"} and isinstance(text, str) and "\0" not in text
+        for name, text in value.items())
+
+
+def _is_list_of(value: "Any", keys: "Dict[str, Rule]") -> bool:
+    return isinstance(value, list) and not any(_shape_faults(v, keys, keys) for v in value)
+
+
+def _one_of(*allowed: str) -> "Rule":
+    return lambda value: value in allowed, "one of " + ", ".join(f'"{a}"' for a in allowed)
+
+
+def _like(pattern: str, what: str) -> "Rule":
+    return lambda value: isinstance(value, str) and bool(re.fullmatch(pattern, value)), what
+
+
+_TEXT: "Rule" = (_is_text, "a non-empty string")
+_STRING: "Rule" = (lambda value: isinstance(value, str), "a string")
+_STRINGS: "Rule" = (_is_strings, "a list of strings")
+_OBJECT: "Rule" = (lambda value: isinstance(value, dict), "an object")
+_LIST: "Rule" = (lambda value: isinstance(value, list), "a list")
+_BOOL: "Rule" = (lambda value: isinstance(value, bool), "true or false")
+_SECONDS: "Rule" = (_is_number, f"a number of seconds from 0 (no limit) to {LONGEST_TIMEOUT}")
+_COUNT: "Rule" = (lambda value: type(value) is int and value > 0, "a whole number from 1")
+_PATH = _like("/[^\0]*", "an absolute path")
+_NAME = _like("[a-z0-9]+(-[a-z0-9]+)*", "lower-case words in kebab-case")
+
+_AUDIT_KEYS = {"path": _PATH, "max_bytes": _COUNT, "max_files": _COUNT, "max_age_days": _COUNT}
+_ERROR_KEYS: "Dict[str, Rule]" = {  # of a ResponseEnvelope
+    "code": _like("[A-Z][A-Z0-9_]+", "upper-case words"), "message": _TEXT, "retryable": _BOOL,
+    "phase": _one_of("validation", "execution", "cleanup"), "fix_required": _TEXT,
+    "fix_command": _TEXT, "suggestion": _TEXT, "context": _OBJECT,
+    "retry_after_ms": (lambda value: type(value) is int and value >= 0, "milliseconds")}
+_ROOT_KEYS: "Dict[str, Rule]" = {
+    "name": _NAME, "version": _TEXT, "description": _STRING, "timeout": _SECONDS,
+    "base_url": _TEXT, "token_file": _TEXT, "commands": _OBJECT,
+    "audit_log": (lambda value: isinstance(value, bool) or _PATH[0](value)
+                  or isinstance(value, dict) and not _shape_faults(value, _AUDIT_KEYS, ()),
+                  "true, false, an absolute path, or an object of " + ", ".join(_AUDIT_KEYS))}
+_ARGUMENT_KEYS: "Dict[str, Rule]" = {
+    "required": _BOOL, "description": _STRING, "pattern": (_is_pattern, "a regular expression"),
+    "enum_values": (lambda value: _is_strings(value) and value != [], "a list of strings")}
+_FLAG_KEYS: "Dict[str, Rule]" = dict(
+    _ARGUMENT_KEYS, short=_like("[a-zA-Z0-9]", "one letter or digit"),
+    type=_one_of("string", "integer", "number", "boolean", "array", "enum"),
+    default=(lambda value: True, ""),
+    env_vars=(lambda value: isinstance(value, list) and all(
+        isinstance(v, dict) and _is_text(v.get("name")) for v in value), 'a list of {"name": ...}'))
+_POSITIONAL_KEYS: "Dict[str, Rule]" = dict(
+    _ARGUMENT_KEYS, type=_one_of("string", "integer", "number", "enum"),
+    name=_like("[a-z][a-z0-9_-]*", "lower-case letters, digits, - and _"))
+_HTTP_KEYS: "Dict[str, Rule]" = {
+    "method": _one_of("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD"),
+    "path": _like(r"(/([!$-.0-;=@-Z_a-z~]|\{[a-z][a-z0-9_-]*\})*)+",
+                  "an absolute path of visible ASCII without ? and #"),
+    "input": _one_of("required", "optional", "none")}
+_COMMAND_KEYS: "Dict[str, Rule]" = {
+    "description": _TEXT, "danger_level": _one_of("safe", "mutating", "destructive"),
+    "arguments": _one_of("passthrough", "declared"), "option_placement": _one_of("any", "strict"),
+    "timeout": _SECONDS, "required_scopes": _STRINGS,
+    "examples": (lambda value: _is_list_of(value, {"description": _STRING, "command": _STRING}),
+                 'a list of {"description": "...", "command": "..."}')}
+_ENTRY_KEYS: "Dict[str, Dict[str, Rule]]" = {
+    "passthrough": dict(
+        _COMMAND_KEYS, help_argv=_STRINGS, stdin=_one_of("inherit", "none"),
+        argv=(lambda value: _is_strings(value) and value[:1] not in ([], [""]),
+              "a list of strings, the program first"),
+        env=(_is_environment, "an object of strings, no name empty or with a =")),
+    "http": dict(_COMMAND_KEYS, http=_OBJECT, flags=_OBJECT, positionals=_LIST),
+    "declared": dict(_COMMAND_KEYS, flags=_OBJECT, positionals=_LIST)}
+_VALUES = {"string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,),
+           "array": (list,), "enum": (str,)}
+# Why a passthrough command may not declare what others may (REQ-C-031).
+_NOT_PASSTHROUGH = {
+    "flags": "every token after the path is the tool's", "stdout": "stdout is the tool's",
+    "positionals": "every token after the path is the tool's", "protocol": "stdout is the tool's",
+    "stderr": "the tool's own stderr already precedes the envelope",
+    "confirm_flag": "there is no preview to confirm"}
+
+
+def _shape_faults(value: "Any", keys: "Dict[str, Rule]", required: "Iterable[str]") -> "List[str]":
+    """What of an object breaks a table of keys, a sentence a breach."""
+    if not isinstance(value, dict):
+        return ["must be an object"]
+    faults = [f'"{key}" is missing; it must be {keys[key][1]}' for key in required
+              if key not in value]
+    for key, item in value.items():
+        if key not in keys:
+            kinds = " or ".join(kind for kind in _ENTRY_KEYS if key in _ENTRY_KEYS[kind])
+            why = f"only a {kinds} command has it" if kinds and "danger_level" in keys \
+                else nearest(key, keys)
+            faults.append(f'unknown key "{key}"' + (f": {why}" if why else ""))
+        elif not keys[key][0](item):
+            faults.append(f'"{key}" must be {keys[key][1]}')
+    return faults
+
+
+class Command:
+    """One registered command: its dotted path, its kind, its manifest entry and its function."""
+
+    def __init__(self, path: str, entry: "Any", kind: str = "",
+                 handler: "Optional[Callable[..., Any]]" = None) -> None:
+        self.path, self.handler, self.words = path, handler, path.replace(".", " ")
+        self.entry: Json = entry if isinstance(entry, dict) else {}
+        self.kind = kind or ("passthrough" if self.entry.get("arguments") == "passthrough" else
+                             "http" if "http" in self.entry else "declared")
+
+    @property
+    def positionals(self) -> "List[Json]":
+        return self.entry.get("positionals") or []
+
+    @property
+    def is_safe(self) -> bool:
+        return bool(self.entry["danger_level"] == "safe")
+
+    @property
+    def is_destructive(self) -> bool:
+        return bool(self.entry["danger_level"] == "destructive")
+
+    def flags(self) -> "Dict[str, Json]":
+        """The command's own flags: those that it declares and those that its kind brings."""
+        flags = dict(self.entry.get("flags") or {})
+        if self.kind == "http" and self.entry["http"].get("input", "none") != "none":
+            flags["input"] = flag("string", "The JSON body: - for stdin, or a file's path")
+        if self.kind == "http" and not self.is_safe:
+            flags["operation-id"] = flag("string", "The same as --idempotency-key")
+        if self.kind == "declared" and self.is_destructive:
+            flags["dry-run"] = flag("boolean", "Show what it would do and do nothing")
+        if self.kind in ("http", "declared") and self.is_destructive:
+            flags["confirm-destructive"] = flag("boolean", "Do it, although it cannot be undone")
+        return flags
+
+    def faults(self, app: "App") -> "List[str]":
+        """Every rule that the entry breaks."""
+        entry, kind, faults = dict(self.entry), self.kind, []
+        if not all(_NAME[0](word) for word in self.path.split(".")):
+            faults.append("the name must be lower-case words in kebab-case, joined by dots")
+        if self.path.split(".")[0] in BUILTINS:
+            faults.append("it is a built-in command's name")
+        if kind == "passthrough":
+            faults += [f'a passthrough command may not declare "{key}": {why}'
+                       for key, why in _NOT_PASSTHROUGH.items() if entry.pop(key, None)]
+            if entry.get("option_placement") == "any":
+                faults.append('"option_placement" is "strict" for every passthrough command')
+            if entry.get("danger_level") == "destructive":
+                faults.append('a passthrough command may not be "destructive": nothing previews it')
+        required = ["description", "danger_level"] + ["argv"] * (kind == "passthrough")
+        faults += _shape_faults(entry, _ENTRY_KEYS[kind], required)
+        if kind == "http" and not faults:
+            faults = [f'"http": {f}' for f in _shape_faults(entry["http"], _HTTP_KEYS,
+                                                            ("method", "path"))]
+        if kind != "passthrough" and not faults:
+            faults = self._argument_faults(app)
+        return [f'command "{self.path}": {fault}' for fault in faults]
+
+    def _argument_faults(self, app: "App") -> "List[str]":
+        """Every rule that the flags, the positionals and the placeholders of a path break."""
+        declared: Json = self.entry.get("flags") or {}
+        brought = set(app.flags) | {"operation-id", "input", "dry-run", "confirm-destructive"}
+        letters = {spec.get("short") for spec in app.flags.values()}
+        names: Dict[str, bool] = {}
+        faults: List[str] = []
+
+        def check(where: str, spec: "Any", keys: "Dict[str, Rule]", *more: str) -> "Json":
+            found = _shape_faults(spec, keys, ("type", "required", "description") + more)
+            if not found and (spec["type"] == "enum") != ("enum_values" in spec):
+                found = ['"enum_values" and the type "enum" need each other']
+            if not found and "default" in spec:
+                if type(spec["default"]) not in _VALUES[spec["type"]]:
+                    found = [f'"default" must be of the type {spec["type"]}']
+                elif spec["type"] in ("string", "enum"):
+                    try:
+                        convert(spec["default"], spec, '"default"')
+                    except Failure as failure:
+                        found = [str(failure)]
+            faults.extend(f"{where}: {fault}" for fault in found)
+            return {} if found else spec
+
+        for name, spec in declared.items():
+            where = f'flag "{name}"'
+            if not _NAME[0](name) or len(name) < 2:
+                faults.append(f"{where}: the name must be lower-case words in kebab-case")
+            if name in brought:
+                faults.append(f"{where}: is a global option's name, or one that agentcli brings")
+            letter = check(where, spec, _FLAG_KEYS).get("short")
+            if letter and letter in letters:
+                faults.append(f'{where}: the letter "{letter}" is taken')
+            letters.add(letter)
+        for spec in self.positionals:
+            name = str(spec.get("name") if isinstance(spec, dict) else spec)
+            if check(f'positional "{name}"', spec, _POSITIONAL_KEYS, "name"):
+                if name in names or name in declared:
+                    faults.append(f'positional "{name}": the name is taken')
+                if spec["required"] and not all(names.values()):
+                    faults.append(f'positional "{name}": follows an optional one; require none')
+                names[name] = spec["required"]
+        if self.kind == "http":
+            holes = set(re.findall(r"\{([^}]*)\}", self.entry["http"]["path"]))
+            faults += [f'"http": {{{hole}}} in the path needs a required positional of that name'
+                       for hole in sorted(holes) if not names.get(hole)]
+            faults += [f'positional "{name}": the path does not use it'
+                       for name in names if name not in holes]
+        return faults
+
+
+def path_faults(commands: "Dict[str, Command]") -> "List[str]":
+    """Passthrough paths that are groups too: their second word would be the tool's."""
+    return [f'command "{path}": a passthrough path may not be a group, but there is "{other}"'
+            for path, command in commands.items() if command.kind == "passthrough"
+            for other in commands if other.startswith(path + ".")]
+
+
+def invalid_manifest(path: str, faults: "Sequence[str]") -> Failure:
+    return Failure(ExitCode.ARG_ERROR, "INVALID_MANIFEST", f"{path}: {'; '.join(faults)}",
+                   phase="validation", context={"faults": list(faults)},
+                   fix_required="Correct the manifest; nothing was run")
+
+
+def find_manifest(given: "Optional[str]") -> str:
+    """The absolute path of the manifest: given, or found beside this file.
+
+    Raises Failure (INVALID_MANIFEST) when there is none. Never the current directory: a repository
+    that is only visited must not choose what runs.
+    """
+    if given:
+        try:
+            return os.path.abspath(given)
+        except OSError:  # a relative path in a current directory that was deleted
+            return given
+    beside = [os.path.dirname(path(__file__)) for path in (os.path.abspath, os.path.realpath)]
+    for name in ("manifest.json", "manifest.example.json"):
+        for folder in beside:
+            if os.path.exists(os.path.join(folder, name)):
+                return os.path.join(folder, name)
+    raise invalid_manifest(os.path.join(beside[0], "manifest.json"), [
+        'there is no manifest. Make one there, such as {"name": "ledger", "commands": {"lint": '
+        '{"description": "Compile a file", "danger_level": "mutating", "arguments": "passthrough", '
+        '"argv": ["{python}", "-m", "py_compile"]}}}, or name one with --manifest PATH or '
+        "AGENTCLI_MANIFEST"])
+
+
+def load(path: str, app: "Optional[App]" = None) -> "App":
+    """An App with what a manifest file declares; a program that imports agentcli may bind to it.
+
+    Raises Failure (exit 2, INVALID_MANIFEST) with every fault of the file in one answer.
+    """
+    script, app = app is not None, app or App()
+    app.source, app.folder = path, os.path.dirname(os.path.abspath(path))
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ValueError("it is not a regular file")
+            document = parse_json(file.read())
+    except (OSError, ValueError) as error:  # UnicodeDecodeError and JSONDecodeError among them
+        raise invalid_manifest(path, [reason_of(error)]) from None
+    faults = _shape_faults(document, _ROOT_KEYS, ("commands",))
+    document = document if isinstance(document, dict) else {}
+    for key, rule in _ROOT_KEYS.items():  # those that hold, so that --version is right all the same
+        if key in document and key != "commands" and rule[0](document[key]):
+            setattr(app, key, document[key])
+    entries = document.get("commands")
+    for name, entry in entries.items() if isinstance(entries, dict) else ():
+        command = Command(name, entry)
+        if not isinstance(entry, dict):
+            faults.append(f'command "{name}": must be an object')
+            continue
+        faults += command.faults(app)
+        if script and command.kind == "declared":
+            faults.append(f'command "{name}": needs "arguments": "passthrough" with "argv", or '
+                          '"http"; only a program that imports agentcli can bind a function to it')
+        app.commands.setdefault(name, command)
+    faults += path_faults(app.commands)
+    if faults:
+        raise invalid_manifest(path, faults)
+    return app
+
+
+# ---------------------------------------------------------------------------------------------
+# Command line
+# ---------------------------------------------------------------------------------------------
+
+
+def flag(kind: str, description: str, **more: "Any") -> "Json":
+    return dict(type=kind, required=False, description=description, **more)
+
+
+GLOBAL_FLAGS = {
+    "format": flag("enum", "How the outcome is told; json is the default off a terminal",
+                   enum_values=["json", "text"]),
+    "json": flag("boolean", "The same as --format json"),
+    "output": flag("string", "Also write the envelope to this file, whole or not at all"),
+    "timeout": flag("number", "Wall-clock limit in seconds; 0 is none"),
+    "idempotency-key": flag("string", "Names the call: within a day the same key runs once"),
+    "session": flag("string", "The agent's session, in which a repeat is not run again"),
+    "rerun": flag("boolean", "Run although this session already ran it"),
+    "schema": flag("boolean", "Print the command's manifest entry and run nothing"),
+    "manifest": flag("string", "The manifest to use; only before the command path"),
+    "help": flag("boolean", "Show help and run nothing", short="h"),
+    "version": flag("boolean", "Show the version and run nothing", short="V"),
+}
+
+
+class Call:
+    """One invocation: what was asked, and what is known of it so far."""
+
+    def __init__(self, app: "App", argv: "Sequence[str]") -> None:
+        self.app, self.argv, self.began = app, list(argv), time.monotonic()
+        self.request_id = new_id("cli_")
+        self.command: Optional[Command] = None
+        self.words: List[str] = []  # of the command's path, or of a group above it
+        self.tokens: List[str] = []  # what a passthrough command's tool gets
+        self.options: Json = {}  # global options by name
+        self.args: Json = {}  # the command's own flags and positionals by name
+        self.operation_id = ""  # of a mutating http command
+        self.audit: Optional[AuditLog] = None
+        self.informs = False  # it shows help, the version or a schema, and performs nothing
+        self.warnings: List[Json] = []
+        self.timeout: float = 0  # seconds; 0 is none
+        self.format = "json" if os.environ.get("CI") or not os.isatty(1) else "text"
+
+    @property
+    def deadline(self) -> "Optional[float]":
+        """When the call's time is up, on the monotonic clock; None for never."""
+        return self.began + self.timeout if self.timeout else None
+
+    @property
+    def is_passthrough(self) -> bool:
+        return self.command is not None and self.command.kind == "passthrough"
+
+    def milliseconds(self) -> int:
+        return int((time.monotonic() - self.began) * 1000)
+
+    def warn(self, code: str, message: str, **context: "Any") -> None:
+        self.warnings.append(dict({"code": code, "message": message},
+                                  **({"context": context} if context else {})))
+
+
+def split_command_line(argv: "Sequence[str]", commands: "Dict[str, Command]",
+                       flags: "Json") -> "Tuple[List[str], List[str], List[str]]":
+    """Where the command path begins and ends: (option tokens before its end, words, the rest).
+
+    `--json task --timeout 5 add x` gives (["--json", "--timeout", "5"], ["task", "add"], ["x"]).
+    The longest path wins; a passthrough command's path ends at its last word, whatever follows.
+    """
+    prefixes = {".".join(path.split(".")[:n + 1]) for path in commands
+                for n in range(path.count(".") + 1)}
+    options: List[str] = []
+    words: List[str] = []
+    at = 0
+    while at < len(argv):
+        token, command = argv[at], commands.get(".".join(words))
+        if command and command.kind == "passthrough" or token == "--" and words:
+            break
+        if len(token) > 1 and token[0] == "-":
+            spec = flags.get(token[2:]) or command and command.flags().get(token[2:])
+            end = at + 1 + bool(token[:2] == "--" and spec and spec["type"] != "boolean")
+            options += [] if token == "--" else argv[at:end]
+            at = end
+        elif "." not in token and ".".join(words + [token]) in prefixes:
+            words.append(token)
+            at += 1
+        else:
+            break
+    return options, words, list(argv[at:])
+
+
+def value_in(tokens: "Sequence[str]", name: str) -> "Optional[str]":
+    """The value of --name among option tokens that nobody has checked yet, or None."""
+    return next((token[len(name) + 1:] if token != name else "".join(tokens[at + 1:at + 2])
+                 for at, token in enumerate(tokens)
+                 if token == name or token.startswith(name + "=")), None)
+
+
+def parse_options(tokens: "Sequence[str]",
+                  flags: "Json") -> "Tuple[Dict[str, List[Any]], List[str]]":
+    """The values of each option among tokens, in order, and the tokens that are none.
+
+    argparse finds them; what it says varies between Python versions, so the sentences are ours.
+    """
+    if not any(token[:1] == "-" for token in tokens):
+        return {}, list(tokens)
+    import argparse
+
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> "NoReturn":
+            name = str(getattr(sys.exc_info()[1], "argument_name", message)).partition("/")[0]
+            spec = flags.get(name[2:])
+            takes = "takes no value" if spec and spec["type"] == "boolean" else "needs a value"
+            raise argument_error(f"{name} {takes}")
+
+    parser = Parser(  # a width given keeps argparse from importing shutil to find one
+        add_help=False, allow_abbrev=False, usage="",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, width=80))
+    for name, spec in flags.items():
+        names = ["--" + name] + (["-" + spec["short"]] if "short" in spec else [])
+        action: Json = {"action": "append_const", "const": True} if spec["type"] == "boolean" \
+            else {"action": "append"}
+        parser.add_argument(*names, dest=name, **action)
+    found, rest = parser.parse_known_args(list(tokens))
+    return {name: values for name, values in vars(found).items() if values}, rest
+
+
+def convert(text: str, spec: "Json", where: str) -> "Any":
+    """An argument's value by its declared type. Raises Failure (ARG_ERROR)."""
+    must: Optional[str] = None
+    value: Any = text
+    if spec["type"] in ("integer", "number") and re.fullmatch("[+-]?[0-9]{1,300}", text):
+        value = int(text)
+    elif spec["type"] == "integer":
+        must = "a whole number"
+    elif spec["type"] == "number":
+        decimal = re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text)
+        value = float(text) if decimal else 0.0
+        must = None if decimal and abs(value) != float("inf") else "a finite decimal number"
+    elif spec["type"] == "enum" and text not in spec["enum_values"]:
+        must = "one of " + ", ".join(spec["enum_values"])
+    if not must and "pattern" in spec and not re.search(spec["pattern"], text):
+        must = f"text that matches {spec['pattern']}"
+    if must:
+        raise argument_error(f"{where} must be {must}, not {text!r}",
+                             suggestion=nearest(text, spec.get("enum_values", ())))
+    return value
+
+
+def convert_all(values: "Dict[str, List[Any]]", flags: "Json") -> "Json":
+    """One value an option, of its type; arrays keep all. Raises Failure on two different ones."""
+    result: Json = {}
+    for name, texts in values.items():
+        kind = flags[name]["type"]
+        typed = texts if kind == "boolean" else [
+            convert(text, flags[name], "--" + name) for text in texts]
+        if kind != "array" and any(value != typed[0] for value in typed):
+            different = " and ".join(dict.fromkeys(texts))
+            raise argument_error(f"--{name} is given twice with different values: {different}")
+        result[name] = typed if kind == "array" else typed[0]
+    return result
+
+
+def parse(call: Call) -> "Callable[[Call], Outcome]":
+    """Fill in what a command line asks for; return the step that answers it.
+
+    Raises Failure (exit 2) for everything that is wrong with it; then nothing was started.
+    """
+    app = call.app
+    options, call.words, rest = split_command_line(call.argv, app.commands, app.flags)
+    command = call.command = app.commands.get(".".join(call.words))
+    own: Json = command.flags() if command else {}
+    flags, literal = dict(app.flags, **own), []
+    if call.is_passthrough:
+        call.tokens, rest = rest, []
+    elif "--" in rest:  # behind it are positionals only
+        rest, literal = rest[:rest.index("--")], rest[rest.index("--") + 1:]
+    tokens = options + rest
+    call.timeout = app.timeout_of(command)
+    wanted = value_in(tokens, "--format") or "json" * ("--json" in tokens) or app.setting("FORMAT")
+    call.format = wanted if wanted in ("json", "text") else call.format
+    if {"--help", "-h"} & set(tokens):
+        return show_help
+    if {"--version", "-V"} & set(tokens):
+        return show_version
+    if app.broken and not (command and command.path == "doctor"):
+        raise app.broken
+    if command and command.path != "doctor":
+        call.audit = audit_log_of(app)
+    values, extra = parse_options(tokens, flags)
+    if "help" in values or "version" in values:  # among other letters, such as -lh
+        return show_help if "help" in values else show_version
+    if values.pop("json", None):
+        values.setdefault("format", []).append("json")
+    if "operation-id" in values:
+        values.setdefault("idempotency-key", []).extend(values.pop("operation-id"))
+    for token in extra:
+        if len(token) > 1 and token[0] == "-" and not re.fullmatch(r"-[0-9.]+", token):
+            name = token.partition("=")[0]
+            raise argument_error(f"There is no option {name} here",
+                                 suggestion=nearest(name, ["--" + known for known in flags]))
+    if not command and (call.words or extra or literal):
+        raise _unknown_command(call, (extra + literal)[:1])
+    leading = split_command_line(call.argv, {}, app.flags)[0]
+    strict = command and command.entry.get("option_placement") == "strict"
+    for name in app.flags if strict else ("manifest",):
+        if value_in(tokens[len(leading):], "--" + name) is not None:
+            raise argument_error(f"--{name} goes before the command path")
+    chosen = convert_all(values, flags)
+    call.options = {name: value for name, value in chosen.items() if name in app.flags}
+    call.args = {name: value for name, value in chosen.items() if name in own}
+    _check_options(call)
+    if "schema" in call.options:
+        return show_schema
+    if command and not call.is_passthrough:
+        _check_arguments(call, command, extra + literal)
+    return perform if command else show_help
+
+
+def _unknown_command(call: Call, extra: "Sequence[str]") -> Failure:
+    group = " ".join(call.words)
+    below = [command.words for command in call.app.commands.values()
+             if not group or command.words.startswith(group + " ")]
+    if group and not extra:
+        return argument_error(f"{group} is a group of commands; call one of: {', '.join(below)}")
+    typed = " ".join(call.words + list(extra))
+    return argument_error(f"There is no command {typed}", context={"commands": below},
+                          suggestion=nearest(typed.replace(".", " "), below)
+                          or "Call one of: " + ", ".join(below))
+
+
+def _check_options(call: Call) -> None:
+    """Check the global options, and give those that the environment sets their values."""
+    app, options, command = call.app, call.options, call.command
+    for name, variable in (("format", "FORMAT"), ("session", "SESSION_ID")):
+        text = app.setting(variable)
+        if text is not None and name not in options:
+            options[name] = convert(text, app.flags[name], app.prefix + variable)
+    call.format = options.get("format", call.format)
+    call.timeout = options.get("timeout", call.timeout)
+    key = options.get("idempotency-key")
+    for wrong, message in (
+            (not 1 <= len(options.get("session", "-")) <= 255,
+             f"--session and {app.prefix}SESSION_ID take 1 to 255 characters"),
+            (key is not None and not re.fullmatch("[!-~]{1,255}", key),
+             "--idempotency-key takes 1 to 255 visible ASCII characters"),
+            (key is not None and (not command or command.is_safe),
+             "--idempotency-key needs a mutating or destructive command"),
+            (not 0 <= call.timeout <= LONGEST_TIMEOUT,
+             f"--timeout takes 0 (no limit) to {LONGEST_TIMEOUT} seconds"),
+            ("schema" in options and not command,
+             "--schema needs a command; `manifest` prints them all")):
+        if wrong:
+            raise argument_error(message)
+    if "output" in options:
+        check_output(options["output"])
+
+
+def _check_arguments(call: Call, command: Command, texts: "Sequence[str]") -> None:
+    """Give each of the command's own arguments a value: given, of the environment, default."""
+    specs, args = command.positionals, call.args
+    if len(texts) > len(specs):
+        raise argument_error(f"{command.words} takes {len(specs)} positional argument(s); "
+                             f"{texts[len(specs)]!r} is one too many")
+    for text, spec in zip(texts, specs):
+        args[spec["name"]] = convert(text, spec, spec["name"])
+    for name, spec in command.flags().items():
+        names = [variable["name"] for variable in spec.get("env_vars", ())]
+        variable = next((name for name in names if os.environ.get(name)), "")
+        if name not in args and variable:
+            text = os.environ[variable]
+            args[name] = [text] if spec["type"] == "array" else \
+                text not in ("0", "false") if spec["type"] == "boolean" else \
+                convert(text, spec, variable)
+        elif name not in args and "default" in spec:
+            args[name] = spec["default"]
+    needed = [("--" + name, name, spec) for name, spec in command.flags().items()]
+    for shown, name, spec in [(spec["name"], spec["name"], spec) for spec in specs] + needed:
+        if spec["required"] and name not in args:
+            raise argument_error(f"{command.words} needs {shown}: {spec['description']}")
+
+
+# ---------------------------------------------------------------------------------------------
+# JSON-lines store: whole lines appended, read from the end, torn ones skipped
+# ---------------------------------------------------------------------------------------------
+
+
+def private_folder(path: str) -> None:
+    """Make a folder and those above it, 0700 whatever the umask. Raises OSError."""
+    if os.path.isdir(path):
+        return
+    private_folder(os.path.dirname(path))
+    try:
+        os.mkdir(path, 0o700)
+        os.chmod(path, 0o700)
+    except FileExistsError:
+        if not os.path.isdir(path):
+            raise
+
+
+def private_file(path: str) -> int:
+    """Open a regular file to read and append, made 0600 if it is new. Raises OSError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o600)
+    info = os.fstat(descriptor)
+    if not stat.S_ISREG(info.st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    if not info.st_size:
+        os.fchmod(descriptor, 0o600)
+    return descriptor
+
+
+def append_record(descriptor: int, record: "Json", durable: bool = False) -> None:
+    """Append one record in one write, on a line of its own even after a torn one.
+
+    durable: it is on disk (fdatasync) on return. Raises OSError; what a full disk let through is
+    then a torn line, which readers skip.
+    """
+    line = json.dumps(record, separators=(",", ":")).encode("ascii") + b"\n"
+    size = os.fstat(descriptor).st_size
+    if size and os.pread(descriptor, 1, size - 1) != b"\n":
+        line = b"\n" + line
+    if os.write(descriptor, line) != len(line):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if durable:
+        getattr(os, "fdatasync", os.fsync)(descriptor)  # macOS has no fdatasync
+
+
+def records_backwards(descriptor: int, needle: bytes = b"{", end: "Optional[int]" = None,
+                      ) -> "Iterator[Tuple[int, Json]]":
+    """The records whose line holds the needle, the last first, each with its line's offset.
+
+    What is no JSON object is skipped, and so is a line over 1 MiB. No more of the file is read
+    than the caller asks for. end: the offset to begin at; None is the file's end.
+    """
+    at = os.fstat(descriptor).st_size if end is None else end
+    rest = b""  # the end of a line that begins in the piece before
+    while at > 0:
+        size = min(1 << 18, at)
+        at -= size
+        piece = os.pread(descriptor, size, at) + rest
+        first = piece.find(b"\n") + 1 if at else 0
+        if at and not first:
+            rest = piece if len(piece) < 1 << 20 else b""
+            continue
+        rest, hit = piece[:first], piece.rfind(needle, first)
+        while hit >= 0:
+            start = max(piece.rfind(b"\n", first, hit) + 1, first)
+            stop = piece.find(b"\n", hit)
+            try:
+                record = json.loads(piece[start:stop if stop >= 0 else len(piece)].decode("utf-8"))
+                if isinstance(record, dict):
+                    yield at + start, record
+            except (ValueError, RecursionError):
+                pass
+            hit = piece.rfind(needle, first, start)
+
+
+def take_lock(descriptor: int, offset: int, deadline: "Optional[float]") -> bool:
+    """Lock one byte of a file for this process before the deadline (monotonic; None: no limit).
+
+    The kernel frees it when the process ends, however it ends. Raises OSError, Interrupted.
+    """
+    import fcntl
+
+    while True:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
+            return True
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise
+        left = before_deadline(deadline)
+        if not left:
+            return False
+        time.sleep(left)
+
+
+def digest(*parts: object) -> str:
+    """128 bits of SHA-256 over parts, in hexadecimal; no two lists of parts read the same."""
+    import hashlib
+
+    return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+# ---------------------------------------------------------------------------------------------
+# Journal: what ran, what must not run again, what nobody knows the end of
+# ---------------------------------------------------------------------------------------------
+
+
+class Work:
+    """What a call is about to do, checked and ready: its identity and the step that does it."""
+
+    def __init__(self, identity: "Tuple[Any, ...]",
+                 start: "Callable[[Optional[JournalEntry]], Outcome]",
+                 journalled: bool = True, reads_stdin: bool = False) -> None:
+        self.identity = identity  # two calls with the same one are repeats of each other
+        self.start, self.journalled, self.reads_stdin = start, journalled, reads_stdin
+
+
+class JournalEntry:
+    """One run in the journal, from its admission to its end.
+
+    A run has a place for its idempotency key, found across sessions, and one in its session, found
+    by what it does. While it lasts its process holds a lock for each, one byte of one file at an
+    offset taken from the digest: a `started` record without a lock is a run that never reported
+    its end.
+    """
+
+    def __init__(self, call: Call, identity: str) -> None:
+        self.call = call
+        self.began = time.time()
+        self.identity = identity
+        self.fields: Json = {"run": call.request_id, "at": round(self.began, 3),
+                             "command": call.command and call.command.path}
+        self.key = None if call.operation_id else call.options.get("idempotency-key")
+        self.folder = os.path.join(call.app.state_folder(), "journal")
+        self.open_files: List[int] = []
+        self.places: List[Tuple[str, int, str, Json]] = []  # as names, with the open descriptor
+        self.names: List[Tuple[str, str, Json]] = []  # file, id, and what its records add
+        session = call.options.get("session")
+        of = {} if session is None else {"session": digest("session", session)}
+        if self.key is not None:
+            self.names.append((self._day(0), digest("key", self.key), dict(of, who=identity)))
+        if session is not None:
+            self.names.append((of["session"] + ".jsonl", digest(of["session"], identity), {}))
+        if not self.names:
+            self.names.append((self._day(0), digest("operation", call.operation_id), {}))
+
+    def _day(self, ago: float) -> str:
+        return time.strftime("day-%Y-%m-%d.jsonl", time.gmtime(self.began - ago))
+
+    def open(self) -> None:
+        """Take the run's locks and open its files. Raises OSError, Failure (6, IN_PROGRESS)."""
+        private_folder(self.folder)
+        locks = private_file(os.path.join(self.folder, "locks"))
+        self.open_files.append(locks)
+        for name, key, more in self.names:
+            path = os.path.join(self.folder, name)
+            new = not os.path.exists(path)
+            self.places.append((key, private_file(path), path, more))
+            if new:
+                forget_old_journals(self.folder)
+            self.open_files.append(self.places[-1][1])
+            if not take_lock(locks, int(key[:15], 16), self.call.deadline):
+                raise Failure(
+                    ExitCode.CONFLICT, "IN_PROGRESS", "The same call is still running; it did not "
+                    f"end within this call's limit of {self.call.timeout:g} s", retryable=True,
+                    suggestion="Call again later: it replays the end of the one that runs")
+
+    def close(self) -> None:
+        while self.open_files:
+            os.close(self.open_files.pop())
+
+    def latest(self) -> "Optional[Json]":
+        """The last record of an earlier run of the call, or None. Raises OSError, Failure (6)."""
+        key, descriptor, path, _ = self.places[0]
+        needle = b'{"id":"%s"' % key.encode()
+        record = next(whole_records(descriptor, needle), None)
+        if self.key is not None:
+            yesterday = os.path.join(self.folder, self._day(KEY_SECONDS))
+            if record is None and os.path.exists(yesterday):
+                self.open_files.append(private_file(yesterday))
+                record = next(whole_records(self.open_files[-1], needle), None)
+            if record and record["at"] < self.began - KEY_SECONDS:
+                record = None
+            if record and record.get("who") != self.identity:
+                raise Failure(ExitCode.CONFLICT, "IDEMPOTENCY_CONFLICT",
+                              f"The key named another call of {record['command']} at "
+                              f"{timestamp(record['at'])}", suggestion="Use a new key for it")
+        if record:
+            os.utime(path)  # so that a file that is only read is not taken for an unused one
+        return record
+
+    def write(self, event: str, durable: bool = False, **fields: "Any") -> None:
+        """Append a record to each of the run's places. Raises OSError."""
+        for key, descriptor, _, more in self.places:
+            record = dict({"id": key, "event": event}, **self.fields, **more, **fields)
+            append_record(descriptor, record, durable)
+
+    def note(self, event: str, **fields: "Any") -> None:
+        """The same for what is known once the run began: a full disk is then only a warning."""
+        try:
+            self.write(event, **fields)
+        except OSError as error:
+            if event == "finished":
+                self.call.warn("STATE_UNAVAILABLE", "The run's end could not be written to the "
+                               f"journal ({error.strerror}): a repeat answers OUTCOME_UNKNOWN")
+
+    def finish(self, outcome: Outcome) -> None:
+        """Record how the run ended; of an http command's reply no more than the error's code."""
+        fields: Json = {"end": round(time.time(), 3), "exit": outcome.exit_code}
+        if outcome.reply is not None:
+            fields["error"] = outcome.error and {"code": outcome.error["code"]}
+        elif len(json.dumps(outcome.data)) > LARGEST_RESULT:
+            fields.update(error=outcome.error, omitted=True)
+        else:
+            fields.update(error=outcome.error, data=outcome.data)
+        self.note("finished", **fields)
+
+
+def whole_records(descriptor: int, needle: bytes = b"{") -> "Iterator[Json]":
+    """The journal's records that hold the needle, the last first, without those of no run."""
+    void = set()  # runs that never started
+    for _, record in records_backwards(descriptor, needle):
+        texts = all(isinstance(record.get(key), str) for key in ("run", "event", "command")) \
+            and re.fullmatch("[0-9a-f]{32}", str(record.get("id")))
+        if texts and record["event"] == "void":
+            void.add(record["run"])
+        ended = record.get("event") != "finished" or isinstance(record.get("exit"), int) and \
+            _is_number(record.get("end"), highest=1e11)
+        timed = _is_number(record.get("at"), highest=1e11)
+        if texts and ended and timed and record["run"] not in void:
+            yield record
+
+
+def forget_old_journals(folder: str) -> None:
+    """Beside a new journal file, remove those that nothing has used for JOURNAL_DAYS."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)  # the new file's name, too, is on disk before its first record
+    os.close(descriptor)
+    for name in os.listdir(folder):
+        path = os.path.join(folder, name)
+        try:
+            if name.endswith(".jsonl") and \
+                    time.time() - os.stat(path).st_mtime > JOURNAL_DAYS * 86400:
+                os.unlink(path)
+        except OSError:  # another call was faster
+            continue
+
+
+def replay(record: "Json") -> Outcome:
+    """The outcome of a call that is not run again: how it ended first, or that nobody knows."""
+    when = timestamp(record["at"])
+    if record["event"] != "finished" or "omitted" in record:
+        pid = record.get("pid")
+        why = "its answer was too large to keep" if "omitted" in record else \
+            "never reported its end" + (f" (its process had the pid {pid})" if pid else "")
+        raise Failure(
+            ExitCode.PARTIAL_FAILURE, "OUTCOME_UNKNOWN", f"The same call began at {when} but {why}",
+            phase="execution", suggestion="Find out what it has done, then call again with "
+            "--rerun before the command path",
+            context={"started_at": when, "pid": pid, "request_id": record["run"]})
+    data, error = record.get("data"), record.get("error")
+    if data is None or isinstance(data, dict):
+        data = dict(data or {}, effect="noop")
+    if error:
+        error = dict(error, suggestion=f"So it ended at {timestamp(record['end'])}; it was not run "
+                     "again. --rerun before the command path runs it")
+    return Outcome(record["exit"], data, error, {"idempotency_hit": True},
+                   text=f"not run again: it ran at {when} and ended well; --rerun runs it")
+
+
+def surroundings(reads_stdin: bool = True) -> "Tuple[Any, ...]":
+    """What else tells one call from another: the working directory, and a regular file on stdin.
+
+    The file is known by device, inode, size, time and read position.
+    """
+    file, folder = None, ""
+    try:
+        info = os.fstat(0)
+        if reads_stdin and stat.S_ISREG(info.st_mode):
+            file = (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns,
+                    os.lseek(0, 0, os.SEEK_CUR))
+        folder = os.getcwd()
+    except OSError:  # stdin is closed, or the folder was deleted
+        pass
+    return folder, file
+
+
+def bytes_wait_on_stdin() -> bool:
+    """Whether a pipe or socket on stdin holds bytes, or gets some within 250 ms."""
+    import fcntl
+    import termios
+
+    try:
+        mode = os.fstat(0).st_mode
+        return (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)) \
+            and wait_ready(0, "read", time.monotonic() + 0.25) \
+            and any(fcntl.ioctl(0, termios.FIONREAD, bytes(4)))
+    except OSError:
+        return False
+
+
+def admit(call: Call, work: Work) -> Outcome:
+    """Do a call's work unless the journal says that it was done; record its start and its end.
+
+    Passthrough and declared commands are journalled in a session or with a key. An http command
+    always is, without a session as well as can be: the service, not the journal, recognises its
+    repeats, by the operation id that a repeat in a session takes over.
+    """
+    options, command = call.options, call.command
+    assert command
+    is_http, strict = command.kind == "http", "session" in options or "idempotency-key" in options
+    if not work.journalled or command.is_safe or not (strict or is_http):
+        return work.start(None)
+    if is_http:
+        call.operation_id = options.get("idempotency-key") or new_id("op_")
+    entry: Optional[JournalEntry] = None
+    try:
+        try:
+            entry = JournalEntry(call, digest(*work.identity))
+            entry.open()
+            record = None if "rerun" in options else entry.latest()
+            if is_http:
+                if record and "session" in options and "idempotency-key" not in options:
+                    call.operation_id = record.get("operation_id", call.operation_id)
+                entry.fields["operation_id"] = call.operation_id
+            elif record:
+                if not (record["event"] == "finished" and work.reads_stdin
+                        and bytes_wait_on_stdin()):
+                    return replay(record)
+                call.warn("STDIN_NOT_DEDUPLICATED", "The same call ran at "
+                          f"{timestamp(record['at'])}; it was run, for bytes wait on stdin")
+            entry.write("started", durable=True)
+        except OSError as error:
+            if entry:
+                entry.note("void")
+            told = f"{error.strerror or error} ({error.filename or call.app.state_folder()})"
+            if "rerun" not in options and ("session" in options or not is_http and strict):
+                raise precondition(
+                    "STATE_UNAVAILABLE", f"The journal cannot be written: {told}; nothing was run",
+                    fix_required=f"Make it writable, or set {call.app.prefix}STATE_DIR to a folder "
+                    "that is; --rerun runs without it") from None
+            call.warn("STATE_UNAVAILABLE", f"The call is not in the journal: {told}")
+            return work.start(None)
+        try:
+            outcome = work.start(entry)
+        except Failure:  # nothing was started
+            entry.note("void")
+            raise
+        entry.finish(outcome)
+        return outcome
+    finally:
+        if entry:
+            entry.close()
+
+
+def limit_of(call: Call) -> int:
+    if call.args["limit"] < 1:
+        raise argument_error("--limit takes a whole number from 1")
+    return int(call.args["limit"])
+
+
+def run_journal(call: Call) -> Outcome:
+    """Built-in `journal`: what was started and how it ended, the oldest first.
+
+    A run is unresolved when nobody knows its end, and no later run of the same call or operation
+    told one.
+    """
+    folder = os.path.join(call.app.state_folder(), "journal")
+    session, limit = call.options.get("session"), limit_of(call)
+    wanted = digest("session", session) if session is not None else None
+    runs: Dict[str, Json] = {}
+    told: Dict[str, float] = {}  # when a call or an operation last ended in a known way
+    try:
+        names = [name for name in os.listdir(folder) if name.endswith(".jsonl")]
+    except OSError:
+        names = []
+    for name in names:
+        if wanted and name[:4] != "day-" and name != wanted + ".jsonl":
+            continue
+        descriptor = os.open(os.path.join(folder, name), os.O_RDONLY | os.O_NONBLOCK)
+        for record in whole_records(descriptor):
+            if wanted in (None, record.get("session"), name[:-6]):
+                run = runs.setdefault(record["run"], record)  # the last one of a run tells most
+                run.setdefault("pid", record.get("pid"))
+        os.close(descriptor)
+    try:
+        locks = os.open(os.path.join(folder, "locks"), os.O_RDWR)
+    except OSError:  # none was ever taken, or none can be on a read-only disk
+        locks = -1
+    entries, seen = [], set()
+    for record in sorted(runs.values(), key=lambda r: -float(r["at"])):
+        code = (record.get("error") or {}).get("code")
+        state = "finished" if record["event"] == "finished" else \
+            "running" if record["id"] not in seen and locks >= 0 and \
+            not take_lock(locks, int(record["id"][:15], 16), 0) else "unknown"
+        seen.add(record["id"])  # an earlier run of the same call cannot hold its lock
+        same = str(record.get("operation_id") or record["id"])
+        if state == "finished" and code != "operation_unknown":
+            told.setdefault(same, record["at"])
+        elif call.args.get("unresolved") and same in told:
+            continue
+        if not call.args.get("unresolved") or state != "finished" or code == "operation_unknown":
+            entry = {"command": record["command"], "state": state, "pid": record.get("pid"),
+                     "started_at": timestamp(record["at"]), "exit_code": record.get("exit"),
+                     "ended_at": timestamp(record["end"]) if "end" in record else None,
+                     "error_code": code, "request_id": record["run"],
+                     "operation_id": record.get("operation_id")}
+            entries.append({key: value for key, value in entry.items() if value is not None})
+    if locks >= 0:
+        os.close(locks)  # and with it every lock that this look has taken
+    return Outcome(0, {"entries": entries[:limit][::-1]})
+
+
+# ---------------------------------------------------------------------------------------------
+# Audit log: one line an invocation (REQ-O-030)
+# ---------------------------------------------------------------------------------------------
+
+
+class AuditLog:
+    """Where the audit log lies, and how large and how old it may become."""
+
+    def __init__(self, path: str, max_bytes: int = 10 ** 7, max_files: int = 5,
+                 max_age_days: int = 30) -> None:
+        self.path, self.max_bytes, self.max_age_days = path, max_bytes, max_age_days
+        self.max_files = max_files  # old ones, beside the one that is written
+
+    def file(self, number: int) -> str:
+        return f"{self.path}.{number}" if number else self.path
+
+    def append(self, entry: "Json") -> None:
+        """Append an entry under the file's lock; rotate first if it is full or old.
+
+        Raises OSError. A lock that somebody holds for a second is passed by: an append is whole
+        without it too.
+        """
+        private_folder(os.path.dirname(self.path))
+        while True:
+            descriptor = private_file(self.path)
+            try:
+                held = take_lock(descriptor, 0, time.monotonic() + 1)
+                here, there = os.fstat(descriptor), os.stat(self.path)
+                if held and here.st_ino != there.st_ino:
+                    continue  # another process rotated it meanwhile
+                if not (held and here.st_size and self._is_over(descriptor, here.st_size, entry)):
+                    append_record(descriptor, entry)
+                    return
+                self._rotate()
+            except FileNotFoundError:
+                continue
+            finally:
+                os.close(descriptor)
+
+    def _is_over(self, descriptor: int, size: int, entry: "Json") -> bool:
+        oldest = timestamp(time.time() - self.max_age_days * 86400)
+        first = re.match(rb'{"timestamp": ?"([^"]+)"', os.pread(descriptor, 60, 0))
+        return size + len(json_line(entry)) >= self.max_bytes or \
+            bool(first and first.group(1) < oldest.encode())
+
+    def _rotate(self) -> None:
+        for number in range(self.max_files, 0, -1):
+            try:
+                os.rename(self.file(number - 1), self.file(number))
+                if time.time() - os.stat(self.file(number)).st_mtime > self.max_age_days * 86400:
+                    os.unlink(self.file(number))
+            except FileNotFoundError:
+                continue
+
+
+def audit_log_of(app: "App") -> "Optional[AuditLog]":
+    """The audit log if it is on. Raises Failure (exit 2, INVALID_AUDIT_LOG_SETTING)."""
+    declared, variable = app.audit_log, os.environ.get(app.prefix + "AUDIT_LOG")
+    if variable not in (None, "0", "1") and not str(variable).startswith("/"):
+        raise Failure(ExitCode.ARG_ERROR, "INVALID_AUDIT_LOG_SETTING", f"{app.prefix}AUDIT_LOG "
+                      f"must be 1, 0 or an absolute path, not {variable!r}", phase="validation")
+    if variable == "0" or variable is None and not declared:
+        return None
+    settings: Json = dict(declared) if isinstance(declared, dict) else \
+        {"path": declared} if isinstance(declared, str) else {}
+    if variable not in (None, "1"):
+        settings["path"] = variable
+    if "path" not in settings:
+        settings["path"] = os.path.join(app.state_folder(), "audit.jsonl")
+    return AuditLog(**settings)
+
+
+def write_audit_entry(call: Call, outcome: Outcome) -> None:
+    """Log an invocation that resolved to a command; what cannot be written becomes a warning."""
+    if not call.audit or not call.command or call.command.kind == "builtin" or call.informs:
+        return
+    args = {name: value for name, value in call.options.items() if name != "session"}
+    args.update(call.args)
+    hidden = {"passthrough": "argv", "http": "input"}.get(call.command.kind)
+    if hidden == "argv" or hidden in args:
+        args[str(hidden)] = "[OMITTED]"
+    if call.operation_id:
+        args["operation_id"] = call.operation_id
+    entry: Json = {
+        "timestamp": timestamp(time.time()), "command": call.command.path, "args": args,
+        "exit_code": outcome.exit_code, "duration_ms": call.milliseconds(),
+        "request_id": call.request_id, "warnings": [w["code"] for w in call.warnings]}
+    if os.environ.get("TOOL_TRACE_ID"):
+        entry["trace_id"] = os.environ["TOOL_TRACE_ID"][:1024]
+    if "session" in call.options:
+        entry["session_id"] = call.options["session"]
+    for name in sorted(args, key=lambda n: len(json_line(args[n])), reverse=True):
+        if len(json_line(entry)) <= LARGEST_ENTRY:
+            break
+        args[name], entry["truncated"] = "[TRUNCATED]", True
+    try:
+        call.audit.append(entry)
+    except (OSError, Interrupted) as error:
+        call.warn("AUDIT_LOG_UNAVAILABLE", f"The audit log {call.audit.path} could not be "
+                  f"written: {reason_of(error)}")
+
+
+def since(text: str) -> float:
+    """The time in seconds since the epoch that a span before now (15m) or ISO 8601 names.
+
+    Raises Failure (ARG_ERROR). A time without an offset is UTC.
+    """
+    import datetime
+
+    span = re.fullmatch("([0-9]{1,9})([smhd])", text)
+    if span:
+        unit = {"s": 1, "m": 60, "h": 3600, "d": 86400}[span.group(2)]
+        return max(0.0, time.time() - int(span.group(1)) * unit)
+    try:  # Python 3.8 takes no Z
+        moment = datetime.datetime.fromisoformat(re.sub("[zZ]$", "+00:00", text))
+        if moment.tzinfo is None:
+            moment = moment.replace(tzinfo=datetime.timezone.utc)
+        return max(0.0, moment.timestamp())
+    except (ValueError, OverflowError):
+        raise argument_error("--since takes a span such as 30s, 15m, 2h or 7d, or an ISO 8601 "
+                             f"time, not {text!r}") from None
+
+
+def audit_entries(log: AuditLog, after: "Optional[List[Any]]",
+                  ) -> "Iterator[Tuple[List[Any], Json]]":
+    """The entries of all files, the newest first, each with its place: inode, offset, request.
+
+    after: the place of the last one seen; a rotated file keeps its inode, so that it is found
+    again. What a rotation has removed since has no more entries.
+    """
+    files: Dict[int, int] = {}
+    try:
+        for number in range(log.max_files + 1):
+            try:
+                descriptor = os.open(log.file(number), os.O_RDONLY | os.O_NONBLOCK)
+            except OSError:
+                continue
+            if files.setdefault(os.fstat(descriptor).st_ino, descriptor) != descriptor:
+                os.close(descriptor)  # it was rotated while the files were opened
+        for inode, descriptor in files.items():
+            if after and inode != after[0]:
+                continue
+            end = after[1] if after else None
+            if after:
+                line = os.pread(descriptor, 2 * LARGEST_ENTRY, after[1]).partition(b"\n")[0]
+                if after[2].encode() not in line:
+                    return  # the inode is another file's now
+            after = None
+            for at, record in records_backwards(descriptor, end=end):
+                if isinstance(record.get("timestamp"), str) and "request_id" in record:
+                    yield [inode, at, record["request_id"]], record
+    finally:
+        for descriptor in files.values():
+            os.close(descriptor)
+
+
+def run_audit_log(call: Call) -> Outcome:
+    """Built-in `audit-log`: the newest entries that match, the oldest of them first."""
+    log, args, limit = call.audit, call.args, limit_of(call)
+    if log is None:
+        raise precondition("AUDIT_LOG_DISABLED", "The audit log is off", fix_required='Set '
+                           f'"audit_log": true in the manifest, or {call.app.prefix}AUDIT_LOG=1')
+    wanted = {"command": args.get("command", "").replace(" ", "."),
+              "trace_id": args.get("trace-id", "")}
+    oldest = since(args["since"]) if "since" in args else 0.0
+    filters = digest(args.get("since"), wanted)
+    after = read_cursor(args["cursor"], filters) if "cursor" in args else None
+    found: List[Tuple[List[Any], Json]] = []
+    for place, entry in audit_entries(log, after):
+        if entry["timestamp"] < timestamp(max(0, oldest - 60)) or len(found) > limit:
+            break  # concurrent writers are less than a minute out of order
+        if entry["timestamp"] >= timestamp(oldest) and all(
+                not value or entry.get(key) == value for key, value in wanted.items()):
+            found.append((place, entry))
+    more, found = len(found) > limit, found[:limit]
+    return Outcome(0, {"entries": [entry for _, entry in reversed(found)]}, meta={"pagination": {
+        "total": None, "returned": len(found), "truncated": more, "has_more": more,
+        "next_cursor": write_cursor(found[-1][0], filters) if more else None}})
+
+
+def write_cursor(place: "List[Any]", filters: str) -> str:
+    import base64
+
+    return base64.urlsafe_b64encode(json_line(place + [filters]).strip()).decode("ascii")
+
+
+def read_cursor(text: str, filters: str) -> "List[Any]":
+    """The place that a cursor names. Raises Failure (exit 2, INVALID_CURSOR)."""
+    import base64
+
+    try:
+        inode, offset, request, of = json.loads(base64.b64decode(text, b"-_", validate=True))
+        if of == filters and type(inode) is type(offset) is int and isinstance(request, str) \
+                and 0 <= offset < 1 << 62:
+            return [inode, offset, request]
+    except (ValueError, TypeError, RecursionError):
+        pass
+    raise Failure(ExitCode.ARG_ERROR, "INVALID_CURSOR", "--cursor is not one that audit-log gave "
+                  "for the same --since, --command and --trace-id", phase="validation",
+                  suggestion="Begin again without --cursor")
+
+
+# ---------------------------------------------------------------------------------------------
+# Running a child: processes, signals, one wait loop
+# ---------------------------------------------------------------------------------------------
+
+
+class ProcessTree:
+    """A child and all that comes from it, as far as the system can tell.
+
+    Linux shows descent and environment in /proc, so that what left the process group or was
+    orphaned is found by its marker; elsewhere the process group has to do.
+    """
+
+    def __init__(self, pid: int, grouped: bool, marker: str = "") -> None:
+        self.pid, self.grouped = pid, grouped  # grouped: the child leads a process group of its own
+        self.marker = b"\0" + os.fsencode(marker) if marker else b""  # NAME=VALUE
+        self.known: Dict[int, bytes] = {}  # pid: start time, of all that was ever found
+
+    def members(self) -> "Set[int]":
+        """The processes of the tree that are alive; zombies are not."""
+        parents: Dict[int, int] = {}
+        starts: Dict[int, bytes] = {}
+        found: Set[int] = set()
+        for name in os.listdir("/proc") if _has_proc() else ():
+            if not name.isdigit() or int(name) == os.getpid():
+                continue
+            pid = int(name)
+            try:
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    fields = file.read().rpartition(b")")[2].split()
+                if fields[0] in (b"Z", b"X"):
+                    continue
+                parents[pid], starts[pid] = int(fields[1]), fields[19]
+                if (pid == self.pid or self.known.get(pid) == fields[19]
+                        or self.grouped and int(fields[2]) == self.pid or self._is_marked(name)):
+                    found.add(pid)
+            except (OSError, IndexError):
+                continue
+        more = found
+        while more:
+            more = {pid for pid, parent in parents.items() if parent in more} - found
+            found |= more
+        self.known.update((pid, starts[pid]) for pid in found)
+        return found
+
+    def _is_marked(self, pid: str) -> bool:
+        if not self.marker:
+            return False
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            text = b"\0" + file.read() + b"\0"
+        return self.marker + b"\0" in text or self.marker + b"/" in text
+
+    def alive(self) -> bool:
+        if _has_proc() or not self.grouped:
+            return bool(self.members())
+        return _send(os.killpg, self.pid, 0)
+
+    def signal(self, signo: int) -> None:
+        """Send a signal to the whole tree once: to the group, then to what left it."""
+        members = self.members() or {self.pid}
+        if self.grouped:
+            _send(os.killpg, self.pid, signo)
+        for pid in members:
+            if not (self.grouped and _group_of(pid) in (self.pid, 0)):
+                _send(os.kill, pid, signo)
+
+    def pass_on(self, signo: int) -> None:
+        """Hand over a signal that ends nothing: to the child's group, where it has its own."""
+        _send(os.killpg if self.grouped else os.kill, self.pid, signo)
+
+
+def _has_proc() -> bool:
+    return os.path.exists("/proc/self/stat")
+
+
+def _group_of(pid: int) -> int:
+    try:
+        return os.getpgid(pid)
+    except OSError:
+        return 0
+
+
+def _send(kill: "Callable[[int, int], None]", pid: int, signo: int) -> bool:
+    try:
+        kill(pid, signo)
+        return True
+    except OSError:  # gone already, or another user's: who survives is reported
+        return False
+
+
+def next_signal(awaited: "Set[int]", seconds: "Optional[float]") -> "Tuple[int, bool]":
+    """The next blocked signal and whether a process sent it; (0, False) when the time is up."""
+    if hasattr(signal, "sigtimedwait"):
+        info = signal.sigwaitinfo(awaited) if seconds is None else \
+            signal.sigtimedwait(awaited, max(seconds, 0))
+        return (info.si_signo, info.si_code <= 0) if info else (0, False)
+    if seconds is not None:
+        signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6))
+    signo = int(signal.sigwait(awaited | {signal.SIGALRM}))
+    if seconds is not None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    # Who sent it cannot be told here, so what a terminal's keys send counts as the terminal's.
+    return (0, False) if signo == signal.SIGALRM else \
+        (signo, signo not in (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP))
+
+
+def supervise(tree: ProcessTree, deadline: "Optional[float]", grace: float = GRACE,
+              at_terminal: bool = False, child_decides: bool = True) -> "Ending":
+    """Wait for a child under one rule: the first of its end, its deadline and a signal decides.
+
+    All signals are blocked, and this loop is the one place that takes them. A signal that ends
+    agentcli goes to the tree, and so does TERM at the deadline; after the grace, or at once on a
+    second such signal, KILL goes to all that is left. In a terminal's foreground the kernel has
+    sent the terminal's signals to the child too: it is not told twice, and if it decides what
+    they mean, agentcli only waits. Returns the wait status (None: not even KILL ended it), the
+    cause (None: it ended by itself; 0: its time was up; else the signal) and who survived.
+    """
+    awaited = {int(signo) for signo in signal.valid_signals()  # Linux queues even ignored ones
+               if signo not in (signal.SIGKILL, signal.SIGSTOP)
+               and signal.getsignal(signo) != signal.SIG_IGN}
+    status: Optional[int] = None
+    cause: Optional[int] = None
+    killing, until = False, deadline
+    while True:
+        if status is None:
+            status = _reap(tree.pid, at_terminal and cause is None)
+        if status is not None and (cause is None or not tree.alive()):
+            return status, cause, []
+        left = None if until is None else until - time.monotonic()
+        if killing or status is not None:  # nobody reports the end of a stranger's child
+            left = min(LOOK, left or 0)
+        signo, sent = next_signal(awaited, left)
+        theirs = at_terminal and not sent  # the kernel told the child as well
+        told = signo in ENDING_SIGNALS and not (theirs and child_decides)
+        over = until is not None and time.monotonic() >= until
+        if not told and not over:
+            if killing:
+                tree.signal(signal.SIGKILL)  # look again until nothing is left
+            elif signo not in (0, signal.SIGCHLD) and not theirs:
+                tree.pass_on(signo)
+        elif killing:
+            if over:
+                return status, cause, sorted(tree.members())
+        elif cause is None:
+            status = _reap(tree.pid, False)
+            if status is not None:
+                continue  # what had ended when agentcli looked keeps its own result
+            cause, killing = (signo if told else 0), not grace
+            until = time.monotonic() + (grace or KILL_PATIENCE)
+            if not grace:
+                _send(os.kill, tree.pid, signal.SIGKILL)
+            elif not theirs or not told:
+                tree.signal(cause or signal.SIGTERM)
+            tree.signal(signal.SIGCONT)  # a stopped process cannot end
+        else:
+            killing, until = True, time.monotonic() + KILL_PATIENCE
+            tree.signal(signal.SIGKILL)
+
+
+def _reap(pid: int, job_control: bool) -> "Optional[int]":
+    """The wait status of a child that has ended, or None; stops with it if it has stopped."""
+    ended, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
+    if ended and os.WIFSTOPPED(status):
+        if job_control:
+            os.kill(os.getpid(), signal.SIGSTOP)  # so that the shell sees the job stop
+        return None
+    return status if ended else None
+
+
+class SharedPage:
+    """Memory that a forked child shares with agentcli: one mark and one answer.
+
+    Unlike a pipe it needs no reader while the child runs, and unlike a file it leaves nothing on
+    disk. Pages that are not touched cost nothing.
+    """
+
+    def __init__(self) -> None:
+        import mmap
+
+        self.memory = mmap.mmap(-1, PAGE_SIZE)
+
+    @property
+    def marked(self) -> bool:
+        """Whether the child has passed the point from which its work may have had an effect."""
+        return self.memory[0] == 1
+
+    def mark(self) -> None:
+        self.memory[0] = 1
+
+    def put(self, answer: "Json") -> None:
+        """Leave the answer. Raises ValueError when it is no JSON or too large for the page."""
+        text = json.dumps(answer, allow_nan=False).encode("ascii")
+        if len(text) > PAGE_SIZE - 16:
+            raise ValueError(f"an answer of {len(text)} bytes is larger than {PAGE_SIZE - 16}")
+        self.memory[16:16 + len(text)] = text
+        self.memory[8:16] = len(text).to_bytes(8, "big")
+
+    def answer(self) -> "Optional[Json]":
+        size = int.from_bytes(self.memory[8:16], "big")
+        found: Json = json.loads(self.memory[16:16 + size]) if size else {}
+        return found or None
+
+
+def fork_child(call: Call, page: SharedPage, work: "Callable[[], Json]", own_group: bool) -> int:
+    """Run a function in a child that leaves its answer on the page; return the child's pid.
+
+    What the function and its children print on stdout goes to stderr. Its process ends however
+    the function does: an exception's traceback is on stderr, and the page stays empty.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if stream:
+            stream.flush()
+    pid = os.fork()
+    if pid:
+        if own_group:
+            _send(os.setpgid, pid, pid)
+        return pid
+    try:
+        if own_group:
+            _send(os.setpgid, 0, 0)
+        for signo in (signal.SIGCHLD, signal.SIGWINCH):
+            signal.signal(signo, signal.SIG_DFL)
+        name, _, value = marker_of(call).partition("=")
+        os.environ[name] = value
+        os.dup2(2, 1)
+        child = os.getpid()
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        answer = work()
+        if os.getpid() == child:  # the function may have forked and come back twice
+            page.put(answer)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(0)
+    except BaseException:
+        internal_error()
+    finally:
+        os._exit(1)
+
+
+def marker_of(call: Call) -> str:
+    """NAME=VALUE by which the processes of a run are known; nested runs append to the value."""
+    name = call.app.prefix + "RUN_ID"
+    outer = os.environ.get(name)
+    return f"{name}={outer + '/' if outer else ''}{call.request_id}"
+
+
+def has_terminal() -> bool:
+    """Whether this process has a controlling terminal (POSIX.1-2017, 11.1.3)."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+        return True
+    except OSError:
+        pass
+    for descriptor in (0, 1, 2):  # /dev may lack a tty
+        try:
+            os.tcgetpgrp(descriptor)
+            return True
+        except OSError:
+            continue
+    return False
+
+
+# ---------------------------------------------------------------------------------------------
+# Passthrough run
+# ---------------------------------------------------------------------------------------------
+
+_SPAWN_ERRORS = {
+    errno.ENOEXEC: "is neither a binary of this machine nor a script with a #! line",
+    errno.ENOENT: "names an interpreter in its #! line that is not there",
+    errno.EACCES: "may not be executed here",
+    errno.E2BIG: "got more arguments and environment than the system takes"}
+
+
+def find_program(name: str, folder: str, search_path: str) -> str:
+    """The path of a program: relative to a folder if it has a slash, else found on PATH.
+
+    Entries of PATH that are empty or relative are passed over: they would let the current
+    directory choose. Raises Failure (exit 4, TOOL_NOT_FOUND or TOOL_NOT_EXECUTABLE).
+    """
+    candidates = [os.path.join(folder, name)] if "/" in name else [
+        os.path.join(entry, name) for entry in search_path.split(os.pathsep) if entry[:1] == "/"]
+    present = ""
+    for candidate in candidates:
+        if os.path.isfile(candidate) and os.access(candidate, os.X_OK):
+            return candidate
+        if os.path.isfile(candidate) or "/" in name and os.path.exists(candidate):
+            present = present or candidate
+    if present:
+        raise not_executable(present, "is a folder" if os.path.isdir(present) else
+                             "has no execute permission")
+    raise precondition("TOOL_NOT_FOUND", f"The tool {name} was not found "
+                       + (f"at {candidates[0]}" if "/" in name else "on PATH"),
+                       fix_required="Install it, or correct the command's argv in the manifest")
+
+
+def not_executable(program: str, what: str) -> Failure:
+    return precondition("TOOL_NOT_EXECUTABLE", f"The tool {program} cannot be run: it {what}",
+                        fix_required="Mend the tool, or the command's argv in the manifest")
+
+
+def expand_argv(app: "App", argv: "Sequence[str]") -> "List[str]":
+    """A manifest's argv with {python} and {manifest_dir} filled in, in one pass."""
+    values = {"{python}": sys.executable or "python3", "{manifest_dir}": app.folder}
+    return [re.sub(r"\{python\}|\{manifest_dir\}", lambda m: values[m.group()], element)
+            for element in argv]
+
+
+def spawn(program: str, argv: "List[bytes]", environment: "Dict[bytes, bytes]",
+          own_group: bool, no_stdin: bool) -> int:
+    """Start a tool and return its pid; it inherits descriptors 0 to 2 as they are.
+
+    Its signal mask is empty; PIPE and XFSZ, which Python ignores, and CHLD are default in it.
+    Raises Failure (exit 4, TOOL_NOT_EXECUTABLE).
+    """
+    more: Json = {"setpgroup": 0} if own_group else {}
+    if no_stdin:
+        more["file_actions"] = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)]
+    try:
+        return os.posix_spawn(program, argv, environment, setsigmask=(), setsigdef=(
+            signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD), **more)
+    except OSError as error:
+        what = _SPAWN_ERRORS.get(error.errno or 0, f"could not be started ({error.strerror})")
+        raise not_executable(program, what) from None
+
+
+def prepare_tool(call: Call) -> Work:
+    """Find all that a passthrough command needs before anything is started (REQ-C-031)."""
+    app, command = call.app, call.command
+    assert command
+    entry, tokens = command.entry, [os.fsencode(token) for token in call.tokens]
+    fixed = expand_argv(app, entry["argv"])
+    if tokens in ([b"--help"], [b"-h"]) and "help_argv" in entry:
+        fixed, tokens = fixed + entry["help_argv"], []
+    argv = [element.encode("utf-8", "surrogateescape") for element in fixed] + tokens
+    marker = marker_of(call)
+    environment = {name: text for name, text in os.environb.items() if name}
+    environment.update((name.encode("utf-8", "surrogateescape"),
+                        text.encode("utf-8", "surrogateescape"))
+                       for name, text in entry.get("env", {}).items())
+    name, _, value = os.fsencode(marker).partition(b"=")
+    environment[name] = value
+    search_path = os.fsdecode(environment.get(b"PATH") or os.fsencode(os.defpath))
+    program = find_program(fixed[0], app.folder, search_path)
+    no_stdin = entry.get("stdin") == "none"
+
+    def start(journal: "Optional[JournalEntry]") -> Outcome:
+        signo = pending_end()
+        if signo:
+            raise cancelled(signo)
+        at_terminal = has_terminal()
+        pid = spawn(program, argv, environment, not at_terminal, no_stdin)
+        if journal:
+            journal.note("running", pid=pid)
+        tree = ProcessTree(pid, not at_terminal, marker)
+        return tell_ending(call, supervise(tree, call.deadline, at_terminal=at_terminal))
+
+    return Work((command.path, argv, *surroundings(not no_stdin)), start, reads_stdin=not no_stdin)
+
+
+def tell_ending(call: Call, ending: "Ending", what: str = "tool") -> Outcome:
+    """What the end of a child means: its own exit code, its death, a timeout or a cancellation."""
+    (status, cause, survivors), error = ending, {"retryable": False}  # type: Ending, Json
+    if survivors:
+        call.warn("PROCESS_SURVIVED", f"KILL did not end {', '.join(map(str, survivors))} within "
+                  f"{KILL_PATIENCE:g} s", pids=survivors)
+    if cause == 0:
+        exit_code: int = ExitCode.TIMEOUT
+        error.update(
+            code="TIMEOUT", phase="execution", message=f"The {what} ran past its limit of "
+            f"{call.timeout:g} s and was stopped; what it had done until then stays done",
+            suggestion="Look at what it has done before you run it again; --timeout sets a limit",
+            context={"timeout_ms": round(call.timeout * 1000)})
+    elif cause is not None:
+        exit_code = 128 + cause
+        error.update(
+            code="CANCELLED", phase="execution", context=signal_context(cause),
+            message=f"agentcli was told to stop by {signal_name(cause)} (signal "
+                    f"{cause}) and stopped the {what}")
+    elif os.WIFSIGNALED(status or 0):
+        signo = os.WTERMSIG(status or 0)
+        exit_code = 128 + signo
+        error.update(code="DELEGATED_SIGNAL", context=signal_context(signo),
+                     message=f"The {what} died of {signal_name(signo)} (signal {signo})")
+    else:
+        exit_code = os.WEXITSTATUS(status or 0)
+        error.update(code="DELEGATED_EXIT", message=f"The delegated {what} exited {exit_code}")
+        return Outcome(exit_code, {"exit_code": exit_code}, error if exit_code else None, ran=True)
+    return Outcome(exit_code, {"partial": True}, error, ran=True)
+
+
+# ---------------------------------------------------------------------------------------------
+# HTTP operation
+# ---------------------------------------------------------------------------------------------
+
+_CODE_OF_STATUS = {
+    400: "invalid_input", 401: "unauthenticated", 403: "forbidden", 404: "not_found",
+    409: "conflict", 412: "etag_conflict", 413: "limit_exceeded", 422: "invalid_input",
+    429: "rate_limited", 503: "dependency_unavailable"}
+
+
+def invalid_setting(message: str) -> Failure:
+    return Failure(ExitCode.ARG_ERROR, "CONFIGURATION_INVALID", message, phase="validation")
+
+
+def service_url(app: "App") -> "Any":
+    """The service's base URL, split and checked. Raises Failure (CONFIGURATION_INVALID)."""
+    from urllib.parse import urlsplit
+
+    text = app.setting("BASE_URL") or app.base_url
+    if not text:
+        raise invalid_setting('There is no service: set "base_url" in the manifest, or '
+                              f"{app.prefix}BASE_URL")
+    shown = text.rpartition("@")[2]
+    try:
+        url = urlsplit(text)
+        port = url.port
+    except ValueError as error:
+        raise invalid_setting(f"The base URL {shown!r}: {error}") from None
+    for wrong, what in (
+            (url.scheme not in ("http", "https"), "must begin with http:// or https://"),
+            (not url.hostname or port == 0, "names no host and port"),
+            ("@" in url.netloc, "must hold no user or password; use a token file"),
+            (set("?#") & set(text), "must have no query and no fragment"),
+            (not re.fullmatch("[!-~]+", text), "must be visible ASCII without spaces")):
+        if wrong:
+            raise invalid_setting(f"The base URL {shown!r} {what}")
+    return url
+
+
+def is_loopback(host: str) -> bool:
+    import ipaddress
+
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def read_token(app: "App", url: "Any") -> str:
+    """The bearer token, "" where none is configured. Raises Failure (CONFIGURATION_INVALID)."""
+    path = app.setting("TOKEN_FILE") or app.token_file
+    if not path:
+        return ""
+    path = os.path.join(app.folder, os.path.expanduser(path))
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as file:
+            info = os.fstat(file.fileno())
+            text = file.read(TOKEN_LIMIT + 2) if stat.S_ISREG(info.st_mode) else b""
+    except (OSError, ValueError) as error:
+        raise invalid_setting(f"The token file {path}: {reason_of(error)}") from None
+    line = text[:-1] if text.endswith(b"\n") else text
+    for wrong, what in (
+            (not stat.S_ISREG(info.st_mode), "is not a regular file"),
+            (info.st_uid != os.geteuid(), "belongs to another user"),
+            (info.st_mode & 0o077, f"is open to others; run: chmod 600 {path}"),
+            (len(line) > TOKEN_LIMIT or not re.fullmatch(b"[!-~]([ -~]*[!-~])?", line),
+             f"must hold one line of printable ASCII of at most {TOKEN_LIMIT} bytes"),
+            (url.scheme == "http" and not is_loopback(url.hostname),
+             "is not sent to another machine over plain http; use https")):
+        if wrong:
+            raise invalid_setting(f"The token file {path} {what}")
+    return line.decode("ascii")
+
+
+def request_target(call: Call, base: "Any") -> str:
+    """The URL that the command's path, positionals and flags make. Raises Failure (ARG_ERROR)."""
+    from urllib.parse import quote, urlencode
+
+    assert call.command
+
+    def fill(match: "Any") -> str:
+        text = str(call.args[match.group(1)])
+        if text in ("", ".", "..") or re.search("[\0-\x1f\x7f]", text):
+            raise argument_error(f"{match.group(1)} must not be empty, . or .. or hold control "
+                                 "characters")
+        return quote(text, safe="")
+
+    try:
+        path = re.sub(r"\{([^}]*)\}", fill, call.command.entry["http"]["path"])
+        query = urlencode([
+            (name, "true" if value is True else value)
+            for name in call.command.entry.get("flags") or {} if name in call.args
+            for value in (call.args[name] if isinstance(call.args[name], list)
+                          else [call.args[name]]) if value is not False])
+    except UnicodeEncodeError:
+        raise argument_error("an argument is not valid UTF-8") from None
+    return f"{base.scheme}://{base.netloc}{base.path.rstrip('/')}{path}{query and '?' + query}"
+
+
+def prepare_request(call: Call) -> Work:
+    """Check all that an http command needs before anything is sent: settings, arguments, body."""
+    command = call.command
+    assert command
+    spec, source = command.entry["http"], call.args.get("input")
+    target = request_target(call, service_url(call.app))
+    headers = {"Accept": "application/json", "User-Agent": f"agentcli/{VERSION}",
+               "X-Request-ID": call.request_id}
+    token = read_token(call.app, service_url(call.app))
+    if token:
+        headers["Authorization"] = "Bearer " + token
+    body = None
+    if source is not None:
+        body = read_input(source, INPUT_LIMIT, call.deadline)
+        headers["Content-Type"] = "application/json"
+        try:
+            parse_json(body)
+        except ValueError as error:
+            raise argument_error(f"--input {source}: not a JSON value in UTF-8: {error}") from None
+    elif spec.get("input") == "required":
+        raise argument_error(f"{command.words} needs its JSON body: --input - (stdin) or PATH")
+    if command.is_destructive and not call.args.get("confirm-destructive"):
+        raise Failure(ExitCode.PARTIAL_FAILURE, "APPROVAL_REQUIRED", f"{command.words} is "
+                      "destructive and was not sent: ask for approval, then add "
+                      "--confirm-destructive")
+
+    def start(journal: "Optional[JournalEntry]") -> Outcome:
+        if call.operation_id:
+            headers["Idempotency-Key"] = call.operation_id
+        return send_request(call, spec["method"], target, headers, body)
+
+    return Work((command.path, spec["method"], target, body), start)
+
+
+def send_request(call: Call, method: str, target: str, headers: "Dict[str, str]",
+                 body: "Optional[bytes]") -> Outcome:
+    """Send one request in a child, and tell what its reply, or the lack of one, means.
+
+    The child marks the shared page before the first byte may leave, and that mark alone decides
+    between "nothing was sent" and "nobody knows"; at the deadline KILL ends it.
+    """
+    signo = pending_end()
+    if signo:
+        raise cancelled(signo)
+    getattr(sys, "set_int_max_str_digits", int)(0)  # integers of a reply stay exact
+    page = SharedPage()
+    pid = fork_child(call, page, lambda: exchange(call, page, method, target, headers, body), True)
+    cause = supervise(ProcessTree(pid, True), call.deadline, grace=0)[1]
+    answer = page.answer()
+    if cause is None and answer:
+        return Outcome(answer["exit"], error=answer["reply"]["error"], reply=answer["reply"],
+                       final=answer["final"])
+    if cause and not page.marked:
+        raise cancelled(cause)
+    if cause is None and not page.marked:
+        return internal_error()
+    reply = lost(call, page.marked, f"{signal_name(cause)} came" if cause else
+                 f"the limit of {call.timeout:g} s passed" if cause == 0 else
+                 "agentcli's sender failed; the traceback is on stderr")
+    exit_code = 128 + cause if cause else resolve_exit_code(reply, None)
+    return Outcome(exit_code, error=reply["error"], reply=reply)
+
+
+def lost(call: Call, sent: bool, why: str) -> "Json":
+    """The envelope of a request without a usable reply."""
+    if not sent or not call.operation_id:
+        return operation_envelope(
+            call.request_id, "error", None, "dependency_unavailable",
+            f"{'No usable reply came' if sent else 'Nothing was sent'}: {why}", True)
+    return operation_envelope(
+        call.request_id, "partial",
+        {"operation_id": call.operation_id, "operation_state": "unknown"}, "operation_unknown",
+        f"The request may have been carried out, but {why}; find out how operation "
+        f"{call.operation_id} ended before any retry", operation_id=call.operation_id)
+
+
+def exchange(call: Call, page: SharedPage, method: str, target: str, headers: "Dict[str, str]",
+             body: "Optional[bytes]") -> "Json":
+    """In the child: send the request, read the whole reply, and say what it means."""
+    import select
+    import socket
+    import urllib.parse
+    import urllib.request
+    from http.client import HTTPConnection, HTTPException, HTTPSConnection
+
+    class Connection(HTTPConnection):
+        """One that marks the page between having connected and sending the request."""
+
+        connecting = False
+
+        def connect(self) -> None:
+            self.connecting = True  # a proxy's CONNECT is sent in here: not yet the request
+            super().connect()
+            self.connecting = False
+
+        def send(self, data: "Any") -> None:
+            if self.sock is None:
+                self.connect()
+            head = not page.marked
+            if not self.connecting:
+                page.mark()
+            try:
+                if head or hasattr(self.sock, "cipher"):
+                    super().send(data)
+                else:
+                    self.send_unless_refused(memoryview(data))
+            except (BrokenPipeError, ConnectionResetError):
+                if self.connecting:
+                    raise
+                return  # the service may have answered before it hung up; getresponse() tells
+
+        def send_unless_refused(self, data: "Any") -> None:
+            """Send a body, but stop when a final reply comes meanwhile (RFC 9112, 9.5)."""
+            interim = False
+            while data:
+                watched = [] if interim else [self.sock]
+                readable, writable, _ = select.select(watched, [self.sock], [])
+                if readable:
+                    seen = self.sock.recv(16, socket.MSG_PEEK)
+                    interim = 0 < len(seen) < 10 or seen[9:10] == b"1"
+                    if not interim:
+                        return
+                if writable:
+                    try:
+                        data = data[self.sock.send(data[:65536], socket.MSG_DONTWAIT):]
+                    except BlockingIOError:
+                        continue
+
+    class TLSConnection(Connection, HTTPSConnection):
+        pass
+
+    class Handler(urllib.request.AbstractHTTPHandler):
+        def http_open(self, request: "Any") -> "Any":
+            return self.do_open(Connection, request)
+
+        def https_open(self, request: "Any") -> "Any":
+            import ssl
+
+            return self.do_open(TLSConnection, request, context=ssl.create_default_context())
+
+        http_request = https_request = urllib.request.AbstractHTTPHandler.do_request_
+
+    request = urllib.request.Request(target, body, headers, method=method)
+    opener = urllib.request.OpenerDirector()  # follows no redirect and knows no other scheme
+    if not is_loopback(urllib.parse.urlsplit(target).hostname or ""):
+        opener.add_handler(urllib.request.ProxyHandler())
+    opener.add_handler(Handler())
+    try:
+        reply: Any = opener.open(request)
+        status, received = reply.status, read_reply(reply)
+    except (OSError, HTTPException, ValueError) as error:
+        reason = str(getattr(error, "reason", error)) or type(error).__name__
+        host = urllib.parse.urlsplit(target).netloc
+        return told(lost(call, page.marked, f"{host}: {reason}"), None)
+    return interpret(call, status, received)
+
+
+def read_reply(reply: "Any") -> bytes:
+    """The whole body of a reply. Raises ValueError when it is too large or cut short."""
+    declared = reply.headers.get("Content-Length", "0").strip()
+    if not re.fullmatch("[0-9]+", declared):
+        raise ValueError(f"its Content-Length is {declared[:40]!r}")
+    data = bytearray()
+    while len(data) <= REPLY_LIMIT:
+        piece = reply.read(65536)
+        if not piece:
+            if reply.length:  # read(n) does not mind a short body
+                raise ValueError(f"the reply was cut short by {reply.length} bytes")
+            return bytes(data)
+        data += piece
+    raise ValueError(f"the reply is larger than {REPLY_LIMIT} bytes")
+
+
+def interpret(call: Call, status: int, received: bytes) -> "Json":
+    """What a whole reply means: its own OperationEnvelope, or one made of its status and JSON."""
+    problem, document = "", None
+    try:
+        document = parse_json(received) if received.strip() else None
+    except ValueError as error:
+        problem = str(error)
+    if isinstance(document, dict) and is_operation_envelope(document):
+        return told(document, status, final=True)
+    if isinstance(document, dict) and {"schema_version", "status"} <= set(document):
+        problem = "it breaks the OperationEnvelope's schema"
+    if status in (502, 504):
+        return told(lost(call, True, f"a gateway answered HTTP {status}"), status)
+    if 200 <= status < 300:
+        return told(lost(call, True, f"the reply cannot be read: {problem}") if problem else
+                    operation_envelope(call.request_id, "ok", document), status)
+    code = _CODE_OF_STATUS.get(status, "http_error")
+    message = f"The service answered HTTP {status}"
+    if 300 <= status < 400:
+        code, message = "redirect_refused", message + ", a redirect; correct the base URL"
+    return told(operation_envelope(
+        call.request_id, "error", document, code, message, status in (429, 503),
+        **({"operation_id": call.operation_id} if call.operation_id else {})), status)
+
+
+def told(reply: "Json", status: "Optional[int]", final: bool = False) -> "Json":
+    """What the child leaves for its parent; final: the envelope is the service's own."""
+    return {"exit": resolve_exit_code(reply, status), "reply": reply, "final": final}
+
+
+# ---------------------------------------------------------------------------------------------
+# Declared commands
+# ---------------------------------------------------------------------------------------------
+
+
+class Context:
+    """What a handler knows of its call: `dry_run` (bool), and ways to speak to the caller."""
+
+    def __init__(self, dry_run: bool) -> None:
+        self.dry_run = dry_run  # show what would be done, and do nothing
+        self.warnings: List[Json] = []
+
+    def log(self, text: str) -> None:
+        """Write a line to stderr, for a person; the envelope does not hold it."""
+        os.write(2, (str(text) + "\n").encode("utf-8", "backslashreplace"))
+
+    def warn(self, code: str, message: str) -> None:
+        """Add a warning to the envelope; code: `^[A-Z][A-Z0-9_]+$`."""
+        if not re.fullmatch("[A-Z][A-Z0-9_]+", code) or not message:
+            raise ValueError(f"{code!r} is no code of a warning, or it has no message")
+        self.warnings.append({"code": code, "message": message})
+
+
+def run_handler(handler: "Callable[..., Any]", args: "Json", dry_run: bool) -> "Json":
+    """In the child: call the function; its result, failure or exception becomes the answer."""
+    try:  # PR_SET_CHILD_SUBREAPER: what the handler leaves orphaned stays its descendant
+        import ctypes
+
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
+    except (ImportError, OSError, AttributeError):  # not Linux
+        pass
+    context = Context(dry_run)
+    answer: Json = {"warnings": context.warnings}
+    try:
+        data = handler(args, context)
+        if not (data is None or isinstance(data, (dict, list))):
+            raise TypeError(f"the handler returned {type(data).__name__}, not dict, list or None")
+        size = len(json.dumps(data, allow_nan=False))
+        if size > PAGE_SIZE - 65536:
+            raise ValueError(f"the handler's result has {size} bytes of JSON, which is too large")
+        answer["data"] = data
+    except Failure as failure:
+        answer.update(error=failure.error, exit=failure.exit_code, data=failure.data)
+    except BaseException as error:
+        failed = internal_error(f"The handler failed: {type(error).__name__}: {error}")
+        answer.update(exit=1, error=failed.error)
+    return answer
+
+
+def prepare_handler(call: Call) -> Work:
+    """Make ready to run the function that a program bound to a declared command."""
+    command, args = call.command, dict(call.args)
+    assert command
+    handler = command.handler
+    if handler is None:
+        raise precondition("NO_HANDLER", f"No function is bound to {command.words}",
+                           fix_required=f'Bind one with @app.handler("{command.path}")')
+    asked, confirmed = args.pop("dry-run", False), args.pop("confirm-destructive", False)
+    preview = asked or command.is_destructive and not confirmed
+
+    def start(journal: "Optional[JournalEntry]") -> Outcome:
+        outcome = in_child(call, lambda: run_handler(handler, args, preview), journal)
+        if outcome.exit_code == 0 and preview and not asked:
+            raise Failure(ExitCode.ARG_ERROR, "CONFIRMATION_REQUIRED", f"{command.words} is "
+                          "destructive and was not run; data is what it would do", outcome.data,
+                          phase="validation", fix_required="Add --confirm-destructive to do it")
+        if preview:
+            outcome.meta["dry_run"] = True
+        elif outcome.exit_code == 0 and not command.is_safe and not (
+                isinstance(outcome.data, dict) and "effect" in outcome.data):
+            call.warn("EFFECT_MISSING", "A mutating command's handler should return its effect: "
+                      "created, updated, deleted or noop")
+        return outcome
+
+    return Work((command.path, sorted(args.items()), *surroundings()), start, not preview, True)
+
+
+def in_child(call: Call, function: "Callable[[], Json]",
+             journal: "Optional[JournalEntry]" = None) -> Outcome:
+    """Run a function in a forked child under the wait loop, and tell how it ended."""
+    signo = pending_end()
+    if signo:
+        raise cancelled(signo)
+    page, at_terminal = SharedPage(), has_terminal()
+    pid = fork_child(call, page, function, not at_terminal)
+    if journal:
+        journal.note("running", pid=pid)
+    ending = supervise(ProcessTree(pid, not at_terminal, marker_of(call)), call.deadline,
+                       at_terminal=at_terminal, child_decides=False)
+    answer = page.answer()
+    if ending[1] is not None:
+        return tell_ending(call, ending, "handler")
+    if answer is None:
+        status = ending[0] or 0
+        how = f"died of {signal_name(os.WTERMSIG(status))}" if os.WIFSIGNALED(status) else \
+            f"left with exit code {os.WEXITSTATUS(status)}"
+        return internal_error(f"The handler's process {how} and gave no answer")
+    call.warnings += answer["warnings"]
+    return Outcome(answer.get("exit", 0), answer.get("data"), answer.get("error"))
+
+
+# ---------------------------------------------------------------------------------------------
+# Built-ins: manifest, doctor, schema, version, help
+# ---------------------------------------------------------------------------------------------
+
+# What the framework itself may exit with, for the manifest (REQ-C-001): code, name, description,
+# retryable, side effects, and for which kinds (Passthrough, Http, Declared, Built-in; a capital:
+# only when they are not safe).
+_EXIT_CODES = (
+    (0, "SUCCESS", "It ended well", False, "complete", "phdb"),
+    (1, "INTERNAL_ERROR", "A fault of agentcli's own; the traceback is on stderr", False,
+     "partial", "pdb"),
+    (1, "OTHER_FAILURE", "Any other failure, including authentication and authorization", False,
+     "partial", "h"),
+    (2, "ARG_ERROR", "An argument, the manifest or a setting is invalid; nothing started", False,
+     "none", "phdb"),
+    (3, "OUTCOME_UNKNOWN", "An earlier identical run never reported its end", False, "partial",
+     "PD"),
+    (3, "APPROVAL_REQUIRED", "Clarification or approval is required", False, "none", "h"),
+    (4, "PRECONDITION", "Something that it needs is missing; nothing started", False, "none",
+     "pdb"),
+    (4, "CONFLICT", "The service reports a conflict", False, "none", "h"),
+    (5, "UNAVAILABLE", "The service or the journal is unavailable; nothing was done", True, "none",
+     "h"),
+    (6, "CONFLICT", "The key names another call, or the same call is still running", False, "none",
+     "PD"),
+    (6, "OUTCOME_UNKNOWN", "Pending, partial or unknown; look the operation up before a retry",
+     False, "partial", "h"),
+    (10, "TIMEOUT", "It ran past the timeout and was stopped; partial writes may have occurred",
+     False, "partial", "pdb"),
+) + tuple((128 + signo, "CANCELLED", f"agentcli was told to stop by {name}, or the tool died of it",
+           False, "partial", "phdb")
+          for signo, name in ((1, "SIGHUP"), (2, "SIGINT"), (3, "SIGQUIT"), (15, "SIGTERM")))
+_ENVIRONMENT = (
+    ("{}FORMAT", "Default of --format: json or text"), ("{}SESSION_ID", "Default of --session"),
+    ("{}STATE_DIR", "Where the journal and the audit log lie; an absolute path"),
+    ("{}AUDIT_LOG", "1, 0 or an absolute path; it wins over the manifest"),
+    ("{}BASE_URL", "The service's address; it wins over the manifest"),
+    ("{}TOKEN_FILE", "A private file with the service's token; it wins over the manifest"),
+    ("{}RUN_ID", "Set for the tool: names the run; nested runs append to it"),
+    ("AGENTCLI_MANIFEST", "The manifest to use when --manifest is not given"),
+    ("TOOL_TRACE_ID", "Copied into meta.trace_id and the audit log"),
+    ("CI", "When set, json is the default format on a terminal too"))
+
+
+def manifest_entry(command: Command) -> "Json":
+    """A command as the ManifestResponse shows it (REQ-O-041)."""
+    entry = command.entry
+    letter = command.kind[0] + ("" if command.is_safe else command.kind[0].upper())
+    shown: Json = {
+        "description": entry["description"], "danger_level": entry["danger_level"],
+        "required_scopes": entry.get("required_scopes", []), "flags": command.flags(),
+        "option_placement": entry.get("option_placement", "any"), "output_file": "envelope",
+        "exit_codes": {str(code): {"name": name, "description": text, "retryable": retryable,
+                                   "side_effects": effects}
+                       for code, name, text, retryable, effects, kinds in _EXIT_CODES
+                       if set(letter) & set(kinds)}}
+    if command.kind == "passthrough":
+        shown.update(arguments="passthrough", option_placement="strict", subprocess={
+            "binary": entry["argv"][0], "hardcoded_args": entry["argv"][1:]})
+    if command.kind == "http":
+        shown["has_network_io"] = True
+        if "input" in shown["flags"]:
+            shown["stdin"] = {"mode": "buffered", "max_bytes": INPUT_LIMIT}
+    shown.update({key: entry[key] for key in ("help_argv", "positionals", "examples")
+                  if entry.get(key) is not None})
+    if command.kind == "builtin":
+        shown["builtin"] = True
+    return shown
+
+
+def run_manifest(call: Call) -> Outcome:
+    """Built-in `manifest`: all that can be called; data is null when the caller knows its etag."""
+    app = call.app
+    response: Json = {
+        "schema_version": "3.9", "framework_version": VERSION, "flags": app.flags,
+        "env_vars": [{"name": name.format(app.prefix), "description": text}
+                     for name, text in _ENVIRONMENT],
+        "commands": {path: manifest_entry(c) for path, c in sorted(app.commands.items())}}
+    response["etag"] = "sha256:" + digest(app.name, app.version, json.dumps(response))
+    if call.args.get("etag") == response["etag"]:
+        return Outcome(0, None, meta={"not_modified": True})
+    return Outcome(0, response)
+
+
+def run_doctor(call: Call) -> Outcome:
+    """Built-in `doctor`: what a newcomer trips over, and how to mend it."""
+    outcome = in_child(call, lambda: {"data": {"checks": list(checks(call.app))}, "warnings": []})
+    failed = [c["name"] for c in (outcome.data or {}).get("checks", ()) if not c["ok"]]
+    if failed:
+        outcome.exit_code = int(ExitCode.PRECONDITION)
+        outcome.error = precondition("CHECKS_FAILED", f"Not in order: {', '.join(failed)}",
+                                     suggestion="data.checks says of each how to mend it").error
+    return outcome
+
+
+def checks(app: "App") -> "Iterator[Json]":
+    """One check after the other: its name, whether it holds, what was found, how to mend it."""
+    from functools import partial
+
+    def check(name: str, find: "Callable[[], str]") -> "Json":
+        try:
+            return {"name": name, "ok": True, "found": find()}
+        except Failure as failure:
+            fix = failure.error.get("fix_required") or failure.error.get("suggestion")
+            return {"name": name, "ok": False, "found": str(failure), "fix": fix or str(failure)}
+        except OSError as error:
+            return {"name": name, "ok": False, "found": str(error),
+                    "fix": f"Make {error.filename or 'it'} usable"}
+
+    def python() -> str:
+        if not hasattr(os, "posix_spawn"):
+            raise precondition("PYTHON", "Python is too old", fix_required="Use 3.8 or newer")
+        return f"Python {sys.version.split()[0]} at {sys.executable}"
+
+    def manifest() -> str:
+        if app.broken:
+            raise app.broken
+        return app.source or "registered from Python"
+
+    def state() -> str:
+        private_folder(app.state_folder())
+        if not os.access(app.state_folder(), os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "not writable", app.state_folder())
+        return app.state_folder()
+
+    def service() -> str:
+        import socket
+
+        url = service_url(app)
+        port = url.port or {"http": 80, "https": 443}[url.scheme]
+        try:
+            socket.create_connection((url.hostname, port), 3).close()
+        except OSError as error:
+            raise precondition("SERVICE", f"{url.hostname}:{port}: {error}", fix_required="Start "
+                               "the service, or correct the base URL") from None
+        return f"{url.hostname}:{port} accepts connections"
+
+    yield check("python", python)
+    yield check("manifest", manifest)
+    search_path = os.environ.get("PATH") or os.defpath
+    for path, command in app.commands.items():
+        if command.kind == "passthrough":
+            name = expand_argv(app, command.entry["argv"])[0]
+            where = command.entry.get("env", {}).get("PATH", search_path)
+            yield check(f"tool of {path}", partial(find_program, name, app.folder, where))
+    yield check("state folder", state)
+    if app.setting("BASE_URL") or app.base_url or "http" in [c.kind for c in app.commands.values()]:
+        if app.setting("TOKEN_FILE") or app.token_file:
+            yield check("token file", lambda: "ok" if read_token(app, service_url(app)) else "")
+        yield check("service", service)
+
+
+def show_schema(call: Call) -> Outcome:
+    """--schema: the command's manifest entry."""
+    assert call.command
+    return Outcome(0, manifest_entry(call.command))
+
+
+def show_version(call: Call) -> Outcome:
+    """--version: of the tool and of agentcli."""
+    app = call.app
+    return Outcome(0, {"name": app.name, "version": app.version, "agentcli_version": VERSION},
+                   text=f"{app.name} {app.version} (agentcli {VERSION})")
+
+
+def show_help(call: Call) -> Outcome:
+    """Help for the root, a group or a command: to stdout on a terminal, else to stderr."""
+    app, command, words = call.app, call.command, " ".join(call.words)
+    if app.broken:
+        call.warn("INVALID_MANIFEST", str(app.broken))
+    lines = [f"usage: {app.name} [global options] {words or 'COMMAND PATH'} "]
+    if command:
+        lines[0] += "[tokens for the tool]" if call.is_passthrough else "[options]" + "".join(
+            f" {p['name']}" if p["required"] else f" [{p['name']}]" for p in command.positionals)
+        lines += ["", command.entry["description"], f"({command.entry['danger_level']})"]
+        lines += _table("arguments", [(p["name"], p["description"]) for p in command.positionals]
+                        + [_flag_row(n, spec) for n, spec in command.flags().items()])
+        lines += _table("examples", [(e["command"], e["description"])
+                                     for e in command.entry.get("examples") or ()])
+        if call.is_passthrough:
+            lines += ["", f"Every token after `{words}` is the tool's; global options go before."]
+    else:
+        lines += ["", app.description] if app.description and not words else []
+        lines += _table("commands", [(c.words, c.entry["description"])
+                                     for c in app.commands.values()
+                                     if not words or c.words.startswith(words + " ")])
+    lines += _table("global options", [_flag_row(n, spec) for n, spec in app.flags.items()])
+    if call.format == "text" and os.isatty(1):
+        return Outcome(0, None, text="\n".join(lines))
+    write_all(2, ("\n".join(lines) + "\n").encode("utf-8", "backslashreplace"))
+    call.format = "json"
+    return Outcome(0, None, meta={"help": True})
+
+
+def _flag_row(name: str, spec: "Json") -> "Tuple[str, str]":
+    value = {"boolean": "", "enum": " " + "|".join(spec.get("enum_values", ()))}.get(
+        spec["type"], " " + spec["type"].upper())
+    short = f"-{spec['short']}, " if "short" in spec else ""
+    return f"{short}--{name}{value}", spec["description"]
+
+
+def _table(title: str, rows: "Sequence[Tuple[str, str]]") -> "List[str]":
+    width = min(max([len(left) for left, _ in rows], default=0), 34)
+    return ["", f"{title}:"] * bool(rows) + [f"  {a:<{width}}  {b}" for a, b in rows]
+
+
+_LIMIT = flag("integer", "How many entries at most, the newest", default=100)
+BUILTINS: "Dict[str, Tuple[Callable[[Call], Outcome], str, Json]]" = {
+    "manifest": (run_manifest, "Print all that can be called, as data", {
+        "etag": flag("string", "An etag seen before: when it still holds, data is null")}),
+    "journal": (run_journal, "Show what was started and how it ended", {
+        "unresolved": flag("boolean", "Only what nobody knows the end of"), "limit": _LIMIT}),
+    "audit-log": (run_audit_log, "Show what was called", {
+        "since": flag("string", "A span before now (30s, 15m, 2h, 7d) or an ISO 8601 time"),
+        "command": flag("string", "Only this command"),
+        "trace-id": flag("string", "Only entries with this TOOL_TRACE_ID"), "limit": _LIMIT,
+        "cursor": flag("string", "meta.pagination.next_cursor of the page before")}),
+    "doctor": (run_doctor, "Check this machine and the manifest, and say how to mend them", {}),
+}
+
+
+# ---------------------------------------------------------------------------------------------
+# App and main
+# ---------------------------------------------------------------------------------------------
+
+
+class App:
+    """A set of commands behind one door; two of them share nothing.
+
+    name: kebab-case; it gives the environment's prefix (`my-app`: MY_APP_) and the state folder.
+    timeout: seconds for every command that sets none (0: no limit), None for each kind's own.
+    settings: base_url, token_file, audit_log, as in a manifest. Raises RegistrationError.
+    """
+
+    def __init__(self, name: str = "agentcli", version: str = "0.0.0", description: str = "",
+                 timeout: "Optional[float]" = None, **settings: "Any") -> None:
+        given = dict(settings, name=name, version=version, description=description)
+        if timeout is not None:
+            given["timeout"] = timeout
+        faults = _shape_faults(given, {key: rule for key, rule in _ROOT_KEYS.items()
+                                       if key != "commands"}, ())
+        if faults:
+            raise RegistrationError(faults)
+        self.name = name
+        self.version = version
+        self.description = description
+        self.timeout = timeout
+        self.base_url: Optional[str] = settings.get("base_url")
+        self.token_file: Optional[str] = settings.get("token_file")
+        self.audit_log: Any = settings.get("audit_log", False)
+        program = getattr(sys.modules.get("__main__"), "__file__", None) or "."
+        self.folder = os.path.dirname(os.path.realpath(program))  # {manifest_dir}
+        self.source = ""  # the manifest file, if there is one
+        self.notice = ""  # why the caller may have meant another manifest
+        self.broken: Optional[Failure] = None  # why the manifest file could not be used
+        self.flags = {key: spec for key, spec in GLOBAL_FLAGS.items() if key != "manifest"}
+        self.commands = {path: Command(
+            path, {"description": text, "danger_level": "safe", "flags": flags}, "builtin", run)
+            for path, (run, text, flags) in BUILTINS.items()}
+
+    @property
+    def prefix(self) -> str:
+        return self.name.upper().replace("-", "_") + "_"
+
+    def setting(self, variable: str) -> "Optional[str]":
+        """An environment variable of this app; set but empty counts as unset."""
+        return os.environ.get(self.prefix + variable) or None
+
+    def state_folder(self) -> str:
+        """Where the journal and the audit log lie. Raises Failure (STATE_UNAVAILABLE)."""
+        given = self.setting("STATE_DIR")
+        if given and not given.startswith("/"):
+            raise precondition("STATE_UNAVAILABLE", f"{self.prefix}STATE_DIR must be an absolute "
+                               f"path, not {given!r}")
+        home = os.environ.get("XDG_STATE_HOME", "")
+        home = home if home.startswith("/") else os.path.expanduser("~/.local/state")
+        return given or os.path.join(home, self.name)
+
+    def timeout_of(self, command: "Optional[Command]") -> float:
+        """A command's time limit in seconds, unless the call sets another; 0 for none."""
+        if command is None:
+            return 0
+        root = TIMEOUTS[command.kind] if self.timeout is None else self.timeout
+        return float(command.entry.get("timeout", root))
+
+    def register(self, path: str, **entry: "Any") -> None:
+        """Add a command; path is dotted ("task.add"), entry is what a manifest entry holds.
+
+        Raises RegistrationError with every rule that it breaks.
+        """
+        command = Command(path, entry)
+        faults = command.faults(self) + path_faults(dict(self.commands, **{path: command}))
+        if path in self.commands:
+            faults.append(f'command "{path}": it is registered already')
+        if faults:
+            raise RegistrationError(faults)
+        self.commands[path] = command
+
+    def handler(self, path: str) -> "Callable[[Callable[..., Any]], Callable[..., Any]]":
+        """Bind a function `(args, context) -> dict, list or None` to a declared command.
+
+        args: a dict of the command's flags and positionals by name. The function runs in a forked
+        child; it raises Failure for an end of its own. Raises RegistrationError.
+        """
+        command = self.commands.get(path)
+        if command is None or command.kind != "declared":
+            raise RegistrationError([f'command "{path}": is not a declared command; register it'])
+
+        def bind(function: "Callable[..., Any]") -> "Callable[..., Any]":
+            command.handler = function
+            return function
+        return bind
+
+    def run(self, argv: "Optional[Sequence[str]]" = None) -> int:
+        """Answer one command line (default: this process's); return its exit code, 0 to 255.
+
+        What the caller does wrong ends in an envelope, never in an exception. While it runs,
+        signals are blocked in this thread.
+        """
+        hold_closed_descriptors()
+        call = Call(self, sys.argv[1:] if argv is None else argv)
+        if self.notice:
+            call.warn("EXAMPLE_MANIFEST", self.notice)
+        if os.name != "posix" or not hasattr(os, "posix_spawn"):
+            return report(call, of_failure(precondition(
+                "UNSUPPORTED_PLATFORM", "agentcli runs on Linux and macOS; nothing was started")))
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        handlers = {}
+        for signo in (signal.SIGCHLD, signal.SIGWINCH):
+            # A BSD kernel drops a blocked signal whose default is to be ignored, and if the caller
+            # ignores CHLD the kernel reaps the tool unseen. The handler is never run.
+            if signo == signal.SIGCHLD or signal.getsignal(signo) == signal.SIG_DFL:
+                handlers[signo] = signal.signal(signo, lambda *_: None)
+        try:
+            return report(call, answer(call))
+        finally:
+            for signo, handler in handlers.items():
+                signal.signal(signo, handler)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def main(self, argv: "Optional[Sequence[str]]" = None) -> "NoReturn":
+        """Answer one command line and end the process with its exit code."""
+        sys.exit(self.run(argv))
+
+
+def of_failure(failure: Failure) -> Outcome:
+    return Outcome(failure.exit_code, failure.data, failure.error)
+
+
+def answer(call: Call) -> Outcome:
+    """Parse and perform one call; every way in which it can fail becomes an outcome."""
+    try:
+        step = parse(call)
+        call.informs = step is not perform
+        return step(call)
+    except Failure as failure:
+        return of_failure(failure)
+    except Interrupted as interruption:
+        return of_failure(cancelled(interruption.args[0]))
+    except Exception:
+        return internal_error()
+
+
+_PREPARE: "Dict[str, Callable[[Call], Work]]" = {
+    "passthrough": prepare_tool, "http": prepare_request, "declared": prepare_handler}
+
+
+def perform(call: Call) -> Outcome:
+    """Make the command's work ready, and do it unless the journal says that it was done."""
+    command = call.command
+    assert command
+    if command.kind == "builtin":
+        assert command.handler
+        outcome: Outcome = command.handler(call)
+        return outcome
+    return admit(call, _PREPARE[command.kind](call))
+
+
+# What agentcli's own failures are called in an OperationEnvelope; others only become lower-case.
+_OPERATION_CODE = {
+    "ARG_ERROR": "invalid_input", "INVALID_AUDIT_LOG_SETTING": "configuration_invalid",
+    "STATE_UNAVAILABLE": "journal_unavailable", "UNSUPPORTED_PLATFORM": "configuration_invalid"}
+
+
+def _as_operation(call: Call, outcome: Outcome) -> None:
+    """Give an http command's own failures the OperationEnvelope's shape."""
+    if outcome.reply is None and outcome.error:
+        error = outcome.error
+        code = _OPERATION_CODE.get(error["code"], error["code"].lower())
+        message = ". ".join(error[key] for key in ("message", "suggestion", "fix_required")
+                            if key in error)
+        outcome.reply = operation_envelope(call.request_id, "error", None, code, message,
+                                           error["retryable"])
+        outcome.exit_code = _EXIT_OF_CODE.get(code, outcome.exit_code)
+
+
+# Found before a tool can have written anything, so that stdout is still agentcli's to use.
+_BEFORE_THE_TOOL = ("ARG_ERROR", "INVALID_MANIFEST", "INVALID_AUDIT_LOG_SETTING")
+
+
+def report(call: Call, outcome: Outcome) -> int:
+    """Tell how a call ended: audit log, --output, then the envelope or lines for a person."""
+    if call.command and call.command.kind == "http":
+        _as_operation(call, outcome)
+    early = outcome.error is not None and outcome.error["code"] in _BEFORE_THE_TOOL
+    on_stderr = call.is_passthrough and not early and not call.informs
+    write_audit_entry(call, outcome)
+    line, fresh, lines = envelope_line(call, outcome), b"\n" * outcome.ran, []
+    stopped = outcome.error is not None and outcome.error["code"] in ("TIMEOUT", "CANCELLED")
+    if "output" in call.options and not early:
+        try:
+            write_output(call.options["output"], line)
+        except OSError as error:
+            call.warn("OUTPUT_UNAVAILABLE", f"--output {call.options['output']}: "
+                      f"{reason_of(error)}")
+            line = envelope_line(call, outcome)
+    if call.format == "json":
+        failed = write_all(2 if on_stderr else 1, fresh * on_stderr + line, stopped)
+        if failed and not on_stderr and failed.errno not in (errno.EPIPE, errno.EBADF):
+            write_all(2, line)
+        if outcome.final:
+            lines = list(call.warnings)
+    else:
+        data = outcome.data if outcome.reply is None else outcome.reply["data"]
+        text = outcome.text
+        if text is None and data is not None and not on_stderr:
+            text = json.dumps(data, indent=2)
+        if text is not None and (not outcome.error or not on_stderr):
+            write_all(2 if on_stderr else 1, (f"{call.app.name}: {text}" if on_stderr else text)
+                      .encode("utf-8", "backslashreplace") + b"\n")
+        theirs = outcome.reply["warnings"] if outcome.final and outcome.reply else []
+        lines = call.warnings + theirs
+    told = [f"warning: {warning['message']}" for warning in lines]
+    if outcome.error and call.format == "text":
+        told.append(". ".join(outcome.error[key] for key in
+                              ("message", "suggestion", "fix_required") if key in outcome.error))
+    if told:
+        text = "".join(f"{call.app.name}: {printable(line)}\n" for line in told)
+        write_all(2, fresh + text.encode("utf-8", "backslashreplace"), stopped)
+    return outcome.exit_code
+
+
+def envelope_line(call: Call, outcome: Outcome) -> bytes:
+    """The call's one envelope, of the kind that its command speaks, as a line."""
+    if outcome.reply is None:
+        return json_line(response_envelope(call, outcome))
+    if not outcome.final:
+        outcome.reply["warnings"] = [{"code": w["code"].lower(), "message": w["message"]}
+                                     for w in call.warnings]
+    return json_line(outcome.reply)
+
+
+def check_output(path: str) -> None:
+    """Refuse an --output PATH that could not be written after the run, before anything starts."""
+    if not path or "\0" in path or os.path.isdir(path):
+        raise argument_error(f"--output {path!r} is not the path of a file")
+    place = os.path.dirname(os.path.realpath(path))
+    if not os.path.isdir(place):
+        raise argument_error(f"--output {path}: there is no folder {place}; create it first")
+    if os.path.exists(path) and not os.path.isfile(path):
+        place = path  # a pipe or a device
+    if not os.access(place, os.W_OK):
+        raise argument_error(f"--output {path}: no permission to write {place}")
+
+
+def write_output(path: str, data: bytes) -> None:
+    """Put the envelope at PATH, whole or not at all; a pipe or a device is written into.
+
+    Raises OSError. A FIFO without a reader is such an error: to open it would block.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):
+        target = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+        error = write_all(target, data)
+        os.close(target)
+        if error:
+            raise error
+        return
+    path = os.path.realpath(path)  # a symbolic link stays one
+    part = os.path.join(os.path.dirname(path), f".{new_id('agentcli-')}.part")
+    target = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        with open(target, "wb") as file:
+            if os.path.exists(path):
+                os.fchmod(target, stat.S_IMODE(os.stat(path).st_mode))
+            file.write(data)
+        os.rename(part, path)
+    except BaseException:
+        os.unlink(part)
+        raise
+
+
+def hold_closed_descriptors() -> None:
+    """Keep what agentcli opens from becoming descriptor 0, 1 or 2 of a tool; there it is closed."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
+def main(argv: "Optional[Sequence[str]]" = None) -> int:
+    """Answer one command line with the commands of a manifest file; return the exit code."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    hold_closed_descriptors()
+    app = App()
+    app.flags = dict(GLOBAL_FLAGS)
+    if os.name != "posix":
+        return app.run(argv)
+    given = value_in(split_command_line(argv, {}, GLOBAL_FLAGS)[0], "--manifest") \
+        or os.environ.get("AGENTCLI_MANIFEST")
+    try:
+        path = find_manifest(given)
+        if not given and path.endswith(".example.json"):
+            app.notice = f"{path} is only the example; make a manifest.json beside it"
+        load(path, app)
+    except Failure as failure:
+        app.broken = failure
+        app.commands = {path: c for path, c in app.commands.items() if c.kind == "builtin"}
+    return app.run(argv)
+
+
+if __name__ == "__main__":
+    os._exit(main())
