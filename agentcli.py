@@ -27,9 +27,8 @@ and ends with exactly one JSON envelope that says how it ended. The file is read
 which a call's data flows: parse, admit (the journal), perform, report.
 """
 
-import sys
-
 import _signal  # type: ignore[import-not-found]  # built in, but typeshed has only `signal`
+import sys
 
 
 def _forget_visited_folders() -> None:
@@ -69,7 +68,7 @@ import time
 
 TYPE_CHECKING = False  # importing `typing` costs more than a call may, so only a checker reads it
 if TYPE_CHECKING:
-    import signal
+    import signal  # noqa: I001  # a name a line would say no more
     from typing import (Any, Callable, Dict, Iterable, Iterator, List, NoReturn, Optional,
                         Sequence, Set, Tuple)
 
@@ -270,7 +269,10 @@ def is_operation_envelope(value: "Any") -> bool:
         and isinstance(error.get("operation_id", ""), str)
     return (value["schema_version"] == 1 and value["schema_version"] is not True
             and value["request_id"] != "" and isinstance(warnings, list)
-            and all(texts(warning, "code", "message") for warning in warnings)
+            and all(texts(dict({"collection_id": "", "item_id": ""}, **warning),
+                          "code", "message", "collection_id", "item_id")
+                    for warning in warnings if isinstance(warning, dict))
+            and all(isinstance(warning, dict) for warning in warnings)
             and (told or error is None and status != "error") and not (told and status == "ok")
             and status in ("ok", "needs_clarification", "partial", "error"))
 
@@ -314,17 +316,19 @@ def json_line(document: "Any") -> bytes:
     return text.encode("ascii") + b"\n"
 
 
-def parse_json(data: bytes) -> "Any":
+def parse_json(data: bytes, huge: bool = False) -> "Any":
     """One JSON value (RFC 8259) from UTF-8 bytes, strictly. Raises ValueError, saying where.
 
     Refused beyond the grammar: a byte-order mark, NaN and Infinity, a key twice in one object, a
-    number too large for a double, and nesting deeper than the interpreter's limit.
+    number too large for a double (huge: but not an integer), and nesting deeper than the
+    interpreter's limit.
     """
     text = data.decode("utf-8")
 
     def refuse(token: str, what: str = "is not JSON") -> "NoReturn":
-        line = text.count("\n", 0, text.index(token)) + 1
-        raise ValueError(f"{token[:20]} {what}: line {line}")
+        tokens = re.finditer(r'"(?:[^"\\]|\\.)*"|[^\s,:{}\[\]"]+', text)  # a string may hold it too
+        at = next(match.start() for match in tokens if match[0] == token)
+        raise ValueError(f"{token[:20]} {what}: line {text.count(chr(10), 0, at) + 1}")
 
     def number(token: str) -> float:
         if abs(float(token)) == float("inf"):
@@ -332,7 +336,7 @@ def parse_json(data: bytes) -> "Any":
         return float(token)
 
     def integer(token: str) -> int:
-        return int(token) if len(token) < 300 or number(token) else 0
+        return int(token) if huge or len(token) < 300 or number(token) else 0
 
     def unique(pairs: "List[Tuple[str, Any]]") -> "Json":
         found = dict(pairs)
@@ -703,11 +707,11 @@ def find_manifest(given: "Optional[str]") -> str:
         for folder in beside:
             if os.path.exists(os.path.join(folder, name)):
                 return os.path.join(folder, name)
-    raise invalid_manifest(os.path.join(beside[0], "manifest.json"), [
-        'there is no manifest. Make one there, such as {"name": "ledger", "commands": {"lint": '
-        '{"description": "Compile a file", "danger_level": "mutating", "arguments": "passthrough", '
-        '"argv": ["{python}", "-m", "py_compile"]}}}, or name one with --manifest PATH or '
-        "AGENTCLI_MANIFEST"])
+    fault = ('there is no manifest. Make one there, such as {"name": "ledger", "commands": '
+             '{"lint": {"description": "Compile a file", "danger_level": "mutating", "arguments": '
+             '"passthrough", "argv": ["{python}", "-m", "py_compile"]}}}, or name one with '
+             "--manifest PATH or AGENTCLI_MANIFEST")
+    raise invalid_manifest(os.path.join(beside[0], "manifest.json"), [fault])
 
 
 def load(path: str, app: "Optional[App]" = None) -> "App":
@@ -851,6 +855,8 @@ def parse_options(tokens: "Sequence[str]",
     if not any(token[:1] == "-" for token in tokens):
         return {}, list(tokens)
     import argparse
+
+    vars(argparse)["_"] = str  # no look-up of a translation, which imports locale
 
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> "NoReturn":
@@ -1874,7 +1880,7 @@ def fork_child(call: Call, page: SharedPage, work: "Callable[[], Json]", own_gro
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(0)
-    except BaseException:
+    except BaseException:  # noqa: BLE001  # nothing of the child may run on
         internal_error()
     finally:
         os._exit(1)
@@ -1944,7 +1950,7 @@ def not_executable(program: str, what: str) -> Failure:
 def expand_argv(app: "App", argv: "Sequence[str]") -> "List[str]":
     """A manifest's argv with {python} and {manifest_dir} filled in, in one pass."""
     values = {"{python}": sys.executable or "python3", "{manifest_dir}": app.folder}
-    return [re.sub(r"\{python\}|\{manifest_dir\}", lambda m: values[m.group()], element)
+    return [re.sub(r"\{python\}|\{manifest_dir\}", lambda m: values[str(m[0])], element)
             for element in argv]
 
 
@@ -1980,8 +1986,8 @@ def prepare_tool(call: Call) -> Work:
     environment.update((name.encode("utf-8", "surrogateescape"),
                         text.encode("utf-8", "surrogateescape"))
                        for name, text in entry.get("env", {}).items())
-    name, _, value = os.fsencode(marker).partition(b"=")
-    environment[name] = value
+    variable, _, value = os.fsencode(marker).partition(b"=")
+    environment[variable] = value
     search_path = os.fsdecode(environment.get(b"PATH") or os.fsencode(os.defpath))
     program = find_program(fixed[0], app.folder, search_path)
     no_stdin = entry.get("stdin") == "none"
@@ -2177,7 +2183,9 @@ def send_request(call: Call, method: str, target: str, headers: "Dict[str, str]"
     getattr(sys, "set_int_max_str_digits", int)(0)  # integers of a reply stay exact
     page = SharedPage()
     pid = fork_child(call, page, lambda: exchange(call, page, method, target, headers, body), True)
-    cause = supervise(ProcessTree(pid, True), call.deadline, grace=0)[1]
+    status, cause, _ = supervise(ProcessTree(pid, True), call.deadline, grace=0)
+    if cause is None and status == signal.SIGALRM:
+        cause = 0  # the sender's own timer was the first to ring
     answer = page.answer()
     if cause is None and answer:
         return Outcome(answer["exit"], error=answer["reply"]["error"], reply=answer["reply"],
@@ -2209,16 +2217,25 @@ def lost(call: Call, sent: bool, why: str) -> "Json":
 def exchange(call: Call, page: SharedPage, method: str, target: str, headers: "Dict[str, str]",
              body: "Optional[bytes]") -> "Json":
     """In the child: send the request, read the whole reply, and say what it means."""
+    import http.client as client
     import select
     import socket
     import urllib.parse
     import urllib.request
-    from http.client import HTTPConnection, HTTPException, HTTPSConnection
 
-    class Connection(HTTPConnection):
+    class Reply(client.HTTPResponse):
+        def _read_status(self) -> "Tuple[str, int, str]":
+            """Pass over every interim reply (RFC 9110, 15.2), of which http.client knows one."""
+            found: Tuple[str, int, str] = super()._read_status()  # type: ignore[misc]  # private
+            while 101 < found[1] < 200:
+                client.parse_headers(self.fp)
+                found = super()._read_status()  # type: ignore[misc]
+            return found
+
+    class Connection(client.HTTPConnection):
         """One that marks the page between having connected and sending the request."""
 
-        connecting = False
+        connecting, response_class = False, Reply
 
         def connect(self) -> None:
             self.connecting = True  # a proxy's CONNECT is sent in here: not yet the request
@@ -2236,7 +2253,7 @@ def exchange(call: Call, page: SharedPage, method: str, target: str, headers: "D
                     super().send(data)
                 else:
                     self.send_unless_refused(memoryview(data))
-            except (BrokenPipeError, ConnectionResetError):
+            except OSError:
                 if self.connecting:
                     raise
                 return  # the service may have answered before it hung up; getresponse() tells
@@ -2258,7 +2275,7 @@ def exchange(call: Call, page: SharedPage, method: str, target: str, headers: "D
                     except BlockingIOError:
                         continue
 
-    class TLSConnection(Connection, HTTPSConnection):
+    class TLSConnection(Connection, client.HTTPSConnection):
         pass
 
     class Handler(urllib.request.AbstractHTTPHandler):
@@ -2272,6 +2289,8 @@ def exchange(call: Call, page: SharedPage, method: str, target: str, headers: "D
 
         http_request = https_request = urllib.request.AbstractHTTPHandler.do_request_
 
+    if call.deadline:  # should agentcli itself be killed, its sender still ends in time
+        signal.setitimer(signal.ITIMER_REAL, max(1e-6, call.deadline - time.monotonic()))
     request = urllib.request.Request(target, body, headers, method=method)
     opener = urllib.request.OpenerDirector()  # follows no redirect and knows no other scheme
     if not is_loopback(urllib.parse.urlsplit(target).hostname or ""):
@@ -2280,7 +2299,7 @@ def exchange(call: Call, page: SharedPage, method: str, target: str, headers: "D
     try:
         reply: Any = opener.open(request)
         status, received = reply.status, read_reply(reply)
-    except (OSError, HTTPException, ValueError) as error:
+    except (OSError, client.HTTPException, ValueError) as error:
         reason = str(getattr(error, "reason", error)) or type(error).__name__
         host = urllib.parse.urlsplit(target).netloc
         return told(lost(call, page.marked, f"{host}: {reason}"), None)
@@ -2307,14 +2326,14 @@ def interpret(call: Call, status: int, received: bytes) -> "Json":
     """What a whole reply means: its own OperationEnvelope, or one made of its status and JSON."""
     problem, document = "", None
     try:
-        document = parse_json(received) if received.strip() else None
+        document = parse_json(received, huge=True) if received.strip() else None
     except ValueError as error:
         problem = str(error)
     if isinstance(document, dict) and is_operation_envelope(document):
         return told(document, status, final=True)
     if isinstance(document, dict) and {"schema_version", "status"} <= set(document):
         problem = "it breaks the OperationEnvelope's schema"
-    if status in (502, 504):
+    if status < 200 or status in (502, 504):
         return told(lost(call, True, f"a gateway answered HTTP {status}"), status)
     if 200 <= status < 300:
         return told(lost(call, True, f"the reply cannot be read: {problem}") if problem else
@@ -2376,7 +2395,7 @@ def run_handler(handler: "Callable[..., Any]", args: "Json", dry_run: bool) -> "
         answer["data"] = data
     except Failure as failure:
         answer.update(error=failure.error, exit=failure.exit_code, data=failure.data)
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001  # SystemExit is an end without an answer too
         failed = internal_error(f"The handler failed: {type(error).__name__}: {error}")
         answer.update(exit=1, error=failed.error)
     return answer
@@ -2793,7 +2812,7 @@ def answer(call: Call) -> Outcome:
         return of_failure(failure)
     except Interrupted as interruption:
         return of_failure(cancelled(interruption.args[0]))
-    except Exception:
+    except Exception:  # noqa: BLE001  # the envelope is written whatever happens
         return internal_error()
 
 

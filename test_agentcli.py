@@ -86,7 +86,7 @@ def until(condition, seconds=20):
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise AssertionError("it did not happen within %s s" % seconds)
+            raise AssertionError(f"it did not happen within {seconds} s")
         time.sleep(0.01)
 
 
@@ -96,7 +96,7 @@ def read_to(fd, mark, seconds=20):
     while not seen.endswith(mark):
         byte = os.read(fd, 1) if select.select([fd], [], [], seconds)[0] else b""
         if not byte:
-            raise AssertionError("%r did not come after %r" % (mark, seen))
+            raise AssertionError(f"{mark!r} did not come after {seen!r}")
         seen += byte
     return seen[:-len(mark)]
 
@@ -104,7 +104,7 @@ def read_to(fd, mark, seconds=20):
 def state(pid):
     """The letter that Linux shows for a process; Z for one that is gone."""
     try:
-        with open("/proc/%d/stat" % pid) as f:
+        with open(f"/proc/{pid}/stat") as f:
             return f.read().rpartition(")")[2].split()[0]
     except OSError:
         return "Z"
@@ -160,11 +160,11 @@ class Answer:
         try:
             e = json.loads(line.decode("ascii"))
         except ValueError:
-            raise AssertionError("no envelope: %s" % vars(self)) from None
+            raise AssertionError(f"no envelope: {vars(self)}") from None
         json.dumps(e, ensure_ascii=False).encode("utf-8")  # fails on a lone surrogate
         if not (fits(e, ENVELOPE) and e["ok"] is (self.code == 0) is (e["error"] is None)
                 and e["meta"]["exit_code"] == self.code and line.find(b"\n") == len(line) - 1):
-            raise AssertionError("exit code %d with %s" % (self.code, line))
+            raise AssertionError(f"exit code {self.code} with {line}")
         return e
 
     @property
@@ -185,8 +185,8 @@ class Case(unittest.TestCase):
         self.dir = pathlib.Path(tempfile.mkdtemp(prefix="test-agentcli-")).resolve()
         self.addCleanup(shutil.rmtree, self.dir, ignore_errors=True)
         self.addCleanup(self.sweep)
-        self.env = {"PATH": os.environ.get("PATH", os.defpath), "HOME": "%s/home" % self.dir,
-                    "LANG": "C.UTF-8", "AGENTCLI_MANIFEST": "%s/manifest.json" % self.dir}
+        self.env = {"PATH": os.environ.get("PATH", os.defpath), "HOME": f"{self.dir}/home",
+                    "LANG": "C.UTF-8", "AGENTCLI_MANIFEST": f"{self.dir}/manifest.json"}
         self.commands = {}
         self.save(py=self.entry("{python}", "-ISc"), sh=self.entry("sh", "-c"), **{
             "show": self.entry("{python}", "-ISc", SHOW, help_argv=["extract", "--help"]),
@@ -215,8 +215,8 @@ class Case(unittest.TestCase):
 
     def start(self, *args, run=(AGENTCLI,), env=(), **options):
         env = {k: v for k, v in dict(self.env, **dict(env)).items() if v is not None}
-        options = dict(dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, cwd=self.dir,
-                            stderr=subprocess.PIPE, start_new_session=True), **options)
+        options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "cwd": self.dir,
+                   "stderr": subprocess.PIPE, "start_new_session": True, **options}
         p = subprocess.Popen([sys.executable, *run, *args], env=env, **options)
         for stream in filter(None, (p.stdin, p.stdout, p.stderr)):
             self.addCleanup(stream.close)
@@ -226,7 +226,7 @@ class Case(unittest.TestCase):
 
     def ready(self, *args, **options):
         """Start agentcli, wait for its tool's "ready"; the numbers that the tool wrote before."""
-        p = self.start(*args, **dict({"stdin": subprocess.PIPE}, **options))
+        p = self.start(*args, **{"stdin": subprocess.PIPE, **options})
         return (p, *map(int, read_to(p.stdout.fileno(), b"ready\n").split()))
 
     def end(self, p, given=None):
@@ -264,7 +264,7 @@ class Case(unittest.TestCase):
         """The processes that have this test's folder in their environment (on Linux)."""
         found = []
         for pid in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
-            with contextlib.suppress(OSError), open("/proc/%s/environ" % pid, "rb") as f:
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as f:
                 if os.fsencode(self.dir) in f.read():
                     found.append(int(pid))
         return found
@@ -352,7 +352,7 @@ NO_MANIFEST = (  # what a file holds, and what the fault says
 
 class RegistrationTest(Case):
     def test_every_fault_is_refused_in_one_answer_that_names_command_and_rule(self):
-        rules = {"bad-%d" % n: refused for n, refused in enumerate(REFUSED)}
+        rules = {f"bad-{n}": refused for n, refused in enumerate(REFUSED)}
         for name in "Upper", "under_score", "two..dots", "-dash", "dot.", "caf\u00e9", "a b":
             rules[name] = {}, "lower-case.*kebab-case"
         rules.update({"manifest": ({}, "built-in"), "task": ({}, "group")})
@@ -361,7 +361,7 @@ class RegistrationTest(Case):
         faults = e["error"]["context"]["faults"]
         for name, (fields, rule) in rules.items():
             with self.subTest(name, fields=fields):
-                self.assertRegex("\n".join(f for f in faults if '"%s"' % name in f), rule)
+                self.assertRegex("\n".join(f for f in faults if f'"{name}"' in f), rule)
 
     def test_a_file_that_is_no_manifest(self):
         rows = [["--manifest", self.write(str(n), content), "sh", "echo ran"]
@@ -407,21 +407,21 @@ class RegistrationTest(Case):
 
     def test_placeholders_stand_in_argv_alone(self):
         names = ["{python}", "{manifest_dir}/x", "-{python}", "{other}", "{", "$HOME", "*"]
-        told = [sys.executable, "%s/x" % self.dir, "-" + sys.executable, *names[3:]]
+        told = [sys.executable, f"{self.dir}/x", "-" + sys.executable, *names[3:]]
         self.save(all=self.entry("{python}", "-ISc", SHOW, *names, help_argv=names[:2]),
                   env=self.entry("sh", "-c", 'echo "$A"', env={"A": "{python}"}))
         for args, seen in (names, told + names), (["-h"], told + names[:2]):
-            seen = "%s\n" % [os.fsencode(s) for s in seen]
-            self.assertEqual(self.call("all", *args).out.decode(), seen)
+            seen = [os.fsencode(s) for s in seen]
+            self.assertEqual(self.call("all", *args).out.decode(), f"{seen}\n")
         self.assertEqual(self.call("env").out, b"{python}\n")
 
     def test_where_the_program_is_looked_for(self):
         for name in b"bin/tool", b"visited/tool", b"visited/bin/tool":
             self.write(name.decode(), b"#!/bin/sh\necho %s\n" % name, 0o755)
         self.save(slash=self.entry("bin/tool"), bare=self.entry("tool"))
-        path = self.env["PATH"]
-        for name, path, found in (("slash", path, 1), ("bare", "%s:%s/bin" % (path, self.dir), 1),
-                                  ("bare", ":%s:.:bin" % path, 0), ("bare", "", 0)):
+        usual = self.env["PATH"]
+        for name, path, found in (("slash", usual, 1), ("bare", f"{usual}:{self.dir}/bin", 1),
+                                  ("bare", f":{usual}:.:bin", 0), ("bare", "", 0)):
             r = self.call(name, env={"PATH": path}, cwd=self.dir / "visited")
             self.ends(r, *([0] if found else [4, "TOOL_NOT_FOUND"]))
             self.assertEqual(r.out, b"bin/tool\n" * found)
@@ -452,8 +452,8 @@ BAD_OPTIONS = (  # what stands before the path, and what the message says
     (["--timeout", "1", "--timeout", "2"], "--timeout.*twice"), (["--output", ""], "--output"),
     (["--output=a", "--output=b"], "--output.*twice"), (["--output", "/"], "--output"),
     (["--output", "no/folder/env.json"], "--output.*no/folder"),
-    *((["--timeout=" + n], "--timeout") for n in (
-        "", "x", "-1", "nan", "inf", "1e10", "1_0", " 1", "0x1", "\u0663", "1000000001", "1" * 999)),
+    *((["--timeout=" + n], "--timeout") for n in ("", "x", "-1", "+5", "nan", "inf", "1e3", "1_0",
+                                                  " 1", "0x1", "\u0663", "1000000001", "1" * 999)),
 )
 
 
@@ -468,7 +468,7 @@ class CommandLineTest(Case):
         for env in {}, {"LC_ALL": "C", "LANG": None}:
             r = self.call("--json", "show", *tokens, env=env)
             self.ends(r, 0)
-            self.assertEqual(r.out.decode(), "%s\n" % tokens)
+            self.assertEqual(r.out.decode(), f"{tokens}\n")
         self.assertEqual(os.listdir(self.dir), ["manifest.json"])
 
     def test_a_lone_help_becomes_help_argv_or_is_forwarded(self):
@@ -476,7 +476,7 @@ class CommandLineTest(Case):
         rows = {"show --help": b"extract --help", "show -h": b"extract --help",
                 "show -h x": b"-h x", "bare": b"", "bare -h": b"-h", "bare --help": b"--help"}
         for seen, r in zip(rows.values(), self.calls(*map(str.split, rows))):
-            self.assertEqual(r.out.decode(), "%s\n" % seen.split())
+            self.assertEqual(r.out.decode(), f"{seen.split()}\n")
 
     def test_a_bad_option_starts_nothing(self):
         answers = self.calls(*[[*args, "sh", "echo ran"] for args, _ in BAD_OPTIONS])
@@ -487,7 +487,7 @@ class CommandLineTest(Case):
             self.assertIn(option, self.bad(option)["message"])
 
     def test_an_option_twice_with_the_same_value(self):
-        twice = "--format json --json --format=json --timeout 5 --timeout=5".split()
+        twice = "--format", "json", "--json", "--format=json", "--timeout", "5", "--timeout=5"
         e = self.ends(self.call(*twice, "sh", "exit 3"), 3, "DELEGATED_EXIT")
         self.assertEqual(e["meta"]["timeout_ms"], 5000)
 
@@ -508,7 +508,7 @@ class CommandLineTest(Case):
             data = self.call(option).on_stdout["data"]
             self.assertTrue(fits(data, {"name": "ledger", "version": r"1\.4\.0",
                                         "agentcli_version": r"\d+\.\d+\.\d+"}), data)
-            text = "ledger 1.4.0 (agentcli %s)\n" % data["agentcli_version"]
+            text = f"ledger 1.4.0 (agentcli {data['agentcli_version']})\n"
             self.assertEqual(self.call("--format=text", option).out.decode(), text)
 
     def test_schema_shows_the_entry_and_runs_nothing(self):
@@ -549,7 +549,7 @@ class OutputTest(Case):
         self.kept("sh", "exit 3")
         self.assertEqual((self.mode("env.json")[0], self.mode("real/file")), ("l", "-rw----r--"))
         os.unlink(self.dir / "env.json")
-        self.kept("sh", "exit 3", preexec_fn=lambda: os.umask(0o027) and None)
+        self.kept("sh", "exit 3", preexec_fn=lambda: os.umask(0o027))
         self.assertEqual(self.mode("env.json"), "-rw-r-----")
 
     def test_it_is_left_alone_when_nothing_started(self):
@@ -586,11 +586,11 @@ class OutputTest(Case):
 class RunTest(Case):
     def test_the_exit_code_is_the_tools_or_tells_its_death(self):
         codes = 1, 2, 4, 10, 127, 143, 255
-        for n, r in zip(codes, self.calls(*[["sh", "echo out; exit %d" % n] for n in codes])):
+        for n, r in zip(codes, self.calls(*[["sh", f"echo out; exit {n}"] for n in codes])):
             self.ends(r, n, "DELEGATED_EXIT")
             self.assertEqual(r.out, b"out\n")
         for number in signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1:
-            self.ends(self.call("sh", "kill -%d $$" % number), 128 + number, "DELEGATED_SIGNAL")
+            self.ends(self.call("sh", f"kill -{number:d} $$"), 128 + number, "DELEGATED_SIGNAL")
 
     def test_a_tool_that_cannot_be_started(self):
         self.write("plain", b"#!/bin/sh\n")
@@ -609,7 +609,7 @@ class RunTest(Case):
     def test_the_tool_has_the_callers_own_descriptors_and_no_others(self):
         p = self.start("py", "import os; print(*[os.fstat(n).st_ino for n in (0, 1, 2)]); "
                        "print(*sorted(os.listdir('/proc/self/fd')))", stdin=subprocess.PIPE)
-        given = ["%d" % os.fstat(f.fileno()).st_ino for f in (p.stdin, p.stdout, p.stderr)]
+        given = [str(os.fstat(f.fileno()).st_ino) for f in (p.stdin, p.stdout, p.stderr)]
         own, others = self.end(p).out.decode().splitlines()
         self.assertEqual((own.split(), others), (given, "0 1 2 3"))  # 3 is the list itself
 
@@ -642,7 +642,7 @@ class RunTest(Case):
         for closed in (0,), (1,), (2,), (0, 1, 2):
             with self.subTest(closed):
                 r = self.call("--output", "env.json", "py", tool,
-                              preexec_fn=lambda: [os.close(n) for n in closed] and None)
+                              preexec_fn=lambda closed=closed: [*map(os.close, closed)])
                 envelope = (self.dir / "env.json").read_bytes()
                 self.ends(Answer(r.code, err=envelope), 3, "DELEGATED_EXIT")
                 for n, seen in enumerate(eval((self.dir / "seen").read_text())):
@@ -666,7 +666,7 @@ class RunTest(Case):
         program = shutil.copy(AGENTCLI, self.write("app/agentcli.py", b""))
         for folder in "app", "visited":
             for module in "json", "argparse", "signal", "enum", "select", "difflib":
-                self.write("%s/%s.py" % (folder, module), b"raise SystemExit('planted')")
+                self.write(f"{folder}/{module}.py", b"raise SystemExit('planted')")
         for cwd, *run in ("visited", program), ("app", "agentcli.py"), ("app", "-m", "agentcli"):
             with self.subTest(run):
                 where = {"run": run, "cwd": self.dir / cwd}
@@ -675,7 +675,7 @@ class RunTest(Case):
 
     def test_what_a_tool_left_running_when_it_ended_is_left_alone(self):
         for how, code in ("", 0), (shutil.which("setsid") or "", 3):
-            r = self.call("sh", "%s sleep 300 >/dev/null 2>&1 & echo $!; exit %d" % (how, code))
+            r = self.call("sh", f"{how} sleep 300 >/dev/null 2>&1 & echo $!; exit {code}")
             self.assertEqual(r.code, code)
             os.kill(int(r.out), signal.SIGKILL)  # fails when it is gone
 
@@ -696,7 +696,7 @@ class RunTest(Case):
         _, early, _ = blocked("sleep 300")  # told to end while the tool runs
         _, late, tool = blocked("exit 3")  # told to end while it writes
         early.terminate()
-        until(lambda: not os.path.exists("/proc/%d" % tool))
+        until(lambda: not os.path.exists(f"/proc/{tool}"))
         late.terminate()
         with open(r, "rb", closefd=False) as f:
             self.ends(Answer(err=f.read(), code=drained.wait(20)), 3, "DELEGATED_EXIT")
@@ -755,7 +755,7 @@ class SignalTest(Case):
 
     def test_the_whole_group_is_told_and_may_tidy_up(self):
         loop = "trap 'echo tidy; exit' TERM; echo ready; while sleep .1; do :; done"
-        p, = self.ready("sh", "(%s) & wait" % loop)
+        p, = self.ready("sh", f"({loop}) & wait")
         p.terminate()
         r = self.end(p)
         self.ends(r, 143, "CANCELLED")
@@ -779,8 +779,9 @@ class SignalTest(Case):
         self.gone()
 
     def test_signals_that_end_nothing_are_passed_on_once_each(self):
-        numbers = [signal.Signals["SIG" + n] for n in "USR1 USR2 WINCH CONT TSTP ALRM".split()]
-        p, _ = self.ready("py", CATCH, *["%d" % n for n in numbers])
+        numbers = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH, signal.SIGCONT,
+                   signal.SIGTSTP, signal.SIGALRM]
+        p, _ = self.ready("py", CATCH, *[f"{n:d}" for n in numbers])
         for number in numbers:
             p.send_signal(number)
             self.assertEqual(read_to(p.stdout.fileno(), b"\n"), b"got %d" % number)
@@ -852,10 +853,10 @@ class Terminal:
         self.door, door = socket.socketpair()
         case.addCleanup(self.door.close)
         with door, open(slave, "wb"):
-            case.start("%d" % door.fileno(), place, *wrap, sys.executable, AGENTCLI, *args, env=env,
+            case.start(str(door.fileno()), place, *wrap, sys.executable, AGENTCLI, *args, env=env,
                        run=["-ISc", SHELL], stdin=slave, stdout=slave, stderr=slave,
                        pass_fds=[door.fileno()],
-                       preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0) and None)
+                       preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
         self.job = int(self.news())
 
     def news(self):
@@ -959,8 +960,8 @@ class ManifestTest(Case):
             "schema_version": r"3\.\d+", "framework_version": ".+", "etag": "sha256:[0-9a-f]{6,64}",
             "flags": dict, "commands": dict,
             "env_vars": [{"name": ".+", "description": ".+"}]}), data)
-        self.assertLessEqual(set("format json output timeout schema manifest help version".split()),
-                             set(data["flags"]))
+        self.assertLessEqual({"format", "json", "output", "timeout", "schema", "manifest", "help",
+                              "version"}, set(data["flags"]))
         self.assertLessEqual(set(self.commands) | {"manifest"}, set(data["commands"]))
         for path, shown in data["commands"].items():
             mine = self.commands.get(path)
@@ -995,7 +996,7 @@ class ManifestTest(Case):
 
 class CostTest(Case):
     def test_importing_agentcli_loads_nothing_heavy(self):
-        code = "import sys; sys.path.insert(0, %r); import agentcli; print(*sys.modules)" % FOLDER
+        code = f"import sys; sys.path.insert(0, {FOLDER!r}); import agentcli; print(*sys.modules)"
         loaded = subprocess.check_output([sys.executable, "-BISc", code]).decode().split()
         self.assertIn("agentcli", loaded)
         heavy = ("urllib.request http.client ssl inspect subprocess hashlib argparse threading "
