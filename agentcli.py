@@ -2217,11 +2217,11 @@ def lost(call: Call, sent: bool, why: str) -> "Json":
 def exchange(call: Call, page: SharedPage, method: str, target: str, headers: "Dict[str, str]",
              body: "Optional[bytes]") -> "Json":
     """In the child: send the request, read the whole reply, and say what it means."""
-    import http.client as client
     import select
     import socket
     import urllib.parse
     import urllib.request
+    from http import client
 
     class Reply(client.HTTPResponse):
         def _read_status(self) -> "Tuple[str, int, str]":
