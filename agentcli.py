@@ -597,6 +597,7 @@ class Command:
         flags = dict(self.entry.get("flags") or {})
         if self.kind == "http" and self.entry["http"].get("input", "none") != "none":
             flags["input"] = flag("string", "The JSON body: - for stdin, or a file's path")
+            flags["input"]["required"] = self.entry["http"]["input"] == "required"
         if self.kind == "http" and not self.is_safe:
             flags["operation-id"] = flag("string", "The same as --idempotency-key")
         if self.kind == "declared" and self.is_destructive:
@@ -621,11 +622,12 @@ class Command:
                 faults.append('a passthrough command may not be "destructive": nothing previews it')
         required = ["description", "danger_level"] + ["argv"] * (kind == "passthrough")
         faults += _shape_faults(entry, _ENTRY_KEYS[kind], required)
-        if kind == "http" and not faults:
-            faults = [f'"http": {f}' for f in _shape_faults(entry["http"], _HTTP_KEYS,
-                                                            ("method", "path"))]
-        if kind != "passthrough" and not faults:
-            faults = self._argument_faults(app)
+        if kind == "http":
+            faults += [f'"http": {fault}' for fault in _shape_faults(
+                entry["http"], _HTTP_KEYS, ("method", "path"))]
+        if kind != "passthrough" and isinstance(entry.get("flags", {}), dict) \
+                and isinstance(entry.get("positionals", []), list):
+            faults += self._argument_faults(app)
         return [f'command "{self.path}": {fault}' for fault in faults]
 
     def _argument_faults(self, app: "App") -> "List[str]":
@@ -669,7 +671,7 @@ class Command:
                 if spec["required"] and not all(names.values()):
                     faults.append(f'positional "{name}": follows an optional one; require none')
                 names[name] = spec["required"]
-        if self.kind == "http":
+        if self.kind == "http" and not _shape_faults(self.entry["http"], _HTTP_KEYS, ("path",)):
             holes = set(re.findall(r"\{([^}]*)\}", self.entry["http"]["path"]))
             faults += [f'"http": {{{hole}}} in the path needs a required positional of that name'
                        for hole in sorted(holes) if not names.get(hole)]
@@ -867,7 +869,7 @@ def parse_options(tokens: "Sequence[str]",
 
     parser = Parser(  # a width given keeps argparse from importing shutil to find one
         add_help=False, allow_abbrev=False, usage="",
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, width=80))
+        formatter_class=lambda prog, **_: argparse.HelpFormatter(prog, width=80))
     for name, spec in flags.items():
         names = ["--" + name] + (["-" + spec["short"]] if "short" in spec else [])
         action: Json = {"action": "append_const", "const": True} if spec["type"] == "boolean" \
@@ -931,9 +933,11 @@ def parse(call: Call) -> "Callable[[Call], Outcome]":
     call.timeout = app.timeout_of(command)
     wanted = value_in(tokens, "--format") or "json" * ("--json" in tokens) or app.setting("FORMAT")
     call.format = wanted if wanted in ("json", "text") else call.format
-    if {"--help", "-h"} & set(tokens):
+    leading = split_command_line(call.argv, {}, app.flags)[0]
+    shown = set(leading if app.broken else tokens)  # with no command known, more may be a tool's
+    if shown & {"--help", "-h"}:
         return show_help
-    if {"--version", "-V"} & set(tokens):
+    if shown & {"--version", "-V"}:
         return show_version
     if app.broken and not (command and command.path == "doctor"):
         raise app.broken
@@ -953,7 +957,6 @@ def parse(call: Call) -> "Callable[[Call], Outcome]":
                                  suggestion=nearest(name, ["--" + known for known in flags]))
     if not command and (call.words or extra or literal):
         raise _unknown_command(call, (extra + literal)[:1])
-    leading = split_command_line(call.argv, {}, app.flags)[0]
     strict = command and command.entry.get("option_placement") == "strict"
     for name in app.flags if strict else ("manifest",):
         if value_in(tokens[len(leading):], "--" + name) is not None:
@@ -1299,7 +1302,7 @@ def replay(record: "Json") -> Outcome:
     if error:
         error = dict(error, suggestion=f"So it ended at {timestamp(record['end'])}; it was not run "
                      "again. --rerun before the command path runs it")
-    return Outcome(record["exit"], data, error, {"idempotency_hit": True},
+    return Outcome(record["exit"], data, error, {"idempotency_hit": True, "first_run_at": when},
                    text=f"not run again: it ran at {when} and ended well; --rerun runs it")
 
 
@@ -1401,7 +1404,8 @@ def run_journal(call: Call) -> Outcome:
     told one.
     """
     folder = os.path.join(call.app.state_folder(), "journal")
-    session, limit = call.options.get("session"), limit_of(call)
+    # Not the session of the environment: who was killed comes back with a new one.
+    session, limit = value_in(call.argv, "--session"), limit_of(call)
     wanted = digest("session", session) if session is not None else None
     runs: Dict[str, Json] = {}
     told: Dict[str, float] = {}  # when a call or an operation last ended in a known way
@@ -2155,8 +2159,6 @@ def prepare_request(call: Call) -> Work:
             parse_json(body)
         except ValueError as error:
             raise argument_error(f"--input {source}: not a JSON value in UTF-8: {error}") from None
-    elif spec.get("input") == "required":
-        raise argument_error(f"{command.words} needs its JSON body: --input - (stdin) or PATH")
     if command.is_destructive and not call.args.get("confirm-destructive"):
         raise Failure(ExitCode.PARTIAL_FAILURE, "APPROVAL_REQUIRED", f"{command.words} is "
                       "destructive and was not sent: ask for approval, then add "
@@ -2188,6 +2190,9 @@ def send_request(call: Call, method: str, target: str, headers: "Dict[str, str]"
         cause = 0  # the sender's own timer was the first to ring
     answer = page.answer()
     if cause is None and answer:
+        if answer["exit"] == 6 and answer["reply"]["status"] == "ok":
+            call.warn("PENDING", "The service took the request but has not finished it (HTTP 202); "
+                      "look the operation up")
         return Outcome(answer["exit"], error=answer["reply"]["error"], reply=answer["reply"],
                        final=answer["final"])
     if cause and not page.marked:
@@ -2371,7 +2376,7 @@ class Context:
     def warn(self, code: str, message: str) -> None:
         """Add a warning to the envelope; code: `^[A-Z][A-Z0-9_]+$`."""
         if not re.fullmatch("[A-Z][A-Z0-9_]+", code) or not message:
-            raise ValueError(f"{code!r} is no code of a warning, or it has no message")
+            raise ValueError(f"a warning needs a code like LOW_BALANCE, not {code!r}, and a text")
         self.warnings.append({"code": code, "message": message})
 
 
@@ -2540,7 +2545,10 @@ def run_manifest(call: Call) -> Outcome:
 def run_doctor(call: Call) -> Outcome:
     """Built-in `doctor`: what a newcomer trips over, and how to mend it."""
     outcome = in_child(call, lambda: {"data": {"checks": list(checks(call.app))}, "warnings": []})
-    failed = [c["name"] for c in (outcome.data or {}).get("checks", ()) if not c["ok"]]
+    found = (outcome.data or {}).get("checks", ())
+    failed = [check["name"] for check in found if not check["ok"]]
+    outcome.text = "\n".join(f"{'ok' if c['ok'] else 'MEND':4} {c['name']}: {c['found']}"
+                             + f". {c.get('fix', '')}" * (not c["ok"]) for c in found)
     if failed:
         outcome.exit_code = int(ExitCode.PRECONDITION)
         outcome.error = precondition("CHECKS_FAILED", f"Not in order: {', '.join(failed)}",
@@ -2561,6 +2569,15 @@ def checks(app: "App") -> "Iterator[Json]":
         except OSError as error:
             return {"name": name, "ok": False, "found": str(error),
                     "fix": f"Make {error.filename or 'it'} usable"}
+
+    def there(path: str) -> str:
+        os.stat(path)
+        return path
+
+    def bound(command: Command) -> str:
+        if command.handler is None:
+            raise precondition("NO_HANDLER", "none is bound", fix_required="Bind one: @app.handler")
+        return str(command.handler.__qualname__)
 
     def python() -> str:
         if not hasattr(os, "posix_spawn"):
@@ -2598,6 +2615,11 @@ def checks(app: "App") -> "Iterator[Json]":
             name = expand_argv(app, command.entry["argv"])[0]
             where = command.entry.get("env", {}).get("PATH", search_path)
             yield check(f"tool of {path}", partial(find_program, name, app.folder, where))
+            for file in command.entry["argv"][1:]:
+                if file.startswith("{manifest_dir}/"):
+                    yield check(f"file of {path}", partial(there, expand_argv(app, [file])[0]))
+        if command.kind == "declared":
+            yield check(f"function of {path}", partial(bound, command))
     yield check("state folder", state)
     if app.setting("BASE_URL") or app.base_url or "http" in [c.kind for c in app.commands.values()]:
         if app.setting("TOKEN_FILE") or app.token_file:
@@ -2612,9 +2634,14 @@ def show_schema(call: Call) -> Outcome:
 
 
 def show_version(call: Call) -> Outcome:
-    """--version: of the tool and of agentcli."""
+    """--version: of the tool and of agentcli, and whether this copy was edited (its SHA-256)."""
+    import hashlib
+
     app = call.app
-    return Outcome(0, {"name": app.name, "version": app.version, "agentcli_version": VERSION},
+    with open(__file__, "rb") as file:
+        own = hashlib.sha256(file.read()).hexdigest()
+    return Outcome(0, {"name": app.name, "version": app.version, "agentcli_version": VERSION,
+                       "agentcli_sha256": own},
                    text=f"{app.name} {app.version} (agentcli {VERSION})")
 
 
@@ -2623,9 +2650,9 @@ def show_help(call: Call) -> Outcome:
     app, command, words = call.app, call.command, " ".join(call.words)
     if app.broken:
         call.warn("INVALID_MANIFEST", str(app.broken))
-    lines = [f"usage: {app.name} [global options] {words or 'COMMAND PATH'} "]
+    lines = [f"usage: {app.name} [global options] {words or 'COMMAND PATH'}"]
     if command:
-        lines[0] += "[tokens for the tool]" if call.is_passthrough else "[options]" + "".join(
+        lines[0] += " [tokens for the tool]" if call.is_passthrough else " [options]" + "".join(
             f" {p['name']}" if p["required"] else f" [{p['name']}]" for p in command.positionals)
         lines += ["", command.entry["description"], f"({command.entry['danger_level']})"]
         lines += _table("arguments", [(p["name"], p["description"]) for p in command.positionals]
@@ -2726,7 +2753,7 @@ class App:
         given = self.setting("STATE_DIR")
         if given and not given.startswith("/"):
             raise precondition("STATE_UNAVAILABLE", f"{self.prefix}STATE_DIR must be an absolute "
-                               f"path, not {given!r}")
+                               f"path, not {given!r}", fix_required="Set it to one, or unset it")
         home = os.environ.get("XDG_STATE_HOME", "")
         home = home if home.startswith("/") else os.path.expanduser("~/.local/state")
         return given or os.path.join(home, self.name)
