@@ -726,10 +726,12 @@ def load(path: str, app: "Optional[App]" = None) -> "App":
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ValueError("it is not a regular file")
+                raise OSError(errno.EINVAL, "it is not a regular file")
             document = parse_json(file.read())
-    except (OSError, ValueError) as error:  # UnicodeDecodeError and JSONDecodeError among them
+    except OSError as error:
         raise invalid_manifest(path, [reason_of(error)]) from None
+    except ValueError as error:  # UnicodeDecodeError and JSONDecodeError among them
+        raise invalid_manifest(path, [f"it is not JSON in UTF-8: {error}"]) from None
     faults = _shape_faults(document, _ROOT_KEYS, ("commands",))
     document = document if isinstance(document, dict) else {}
     for key, rule in _ROOT_KEYS.items():  # those that hold, so that --version is right all the same
@@ -766,7 +768,8 @@ GLOBAL_FLAGS = {
                    enum_values=["json", "text"]),
     "json": flag("boolean", "The same as --format json"),
     "output": flag("string", "Also write the envelope to this file, whole or not at all"),
-    "timeout": flag("number", "Wall-clock limit in seconds; 0 is none"),
+    "timeout": flag("number", "Wall-clock limit in seconds; 0 is none",
+                    pattern=r"^([0-9]+(\.[0-9]+)?|\.[0-9]+)$"),
     "idempotency-key": flag("string", "Names the call: within a day the same key runs once"),
     "session": flag("string", "The agent's session, in which a repeat is not run again"),
     "rerun": flag("boolean", "Run although this session already ran it"),
@@ -931,7 +934,7 @@ def parse(call: Call) -> "Callable[[Call], Outcome]":
         rest, literal = rest[:rest.index("--")], rest[rest.index("--") + 1:]
     tokens = options + rest
     call.timeout = app.timeout_of(command)
-    wanted = value_in(tokens, "--format") or "json" * ("--json" in tokens) or app.setting("FORMAT")
+    wanted = "json" * ("--json" in tokens) or value_in(tokens, "--format") or app.setting("FORMAT")
     call.format = wanted if wanted in ("json", "text") else call.format
     leading = split_command_line(call.argv, {}, app.flags)[0]
     shown = set(leading if app.broken else tokens)  # with no command known, more may be a tool's
@@ -2190,7 +2193,7 @@ def send_request(call: Call, method: str, target: str, headers: "Dict[str, str]"
         cause = 0  # the sender's own timer was the first to ring
     answer = page.answer()
     if cause is None and answer:
-        if answer["exit"] == 6 and answer["reply"]["status"] == "ok":
+        if answer["exit"] == 6 and answer["reply"]["status"] == "ok" and not answer["final"]:
             call.warn("PENDING", "The service took the request but has not finished it (HTTP 202); "
                       "look the operation up")
         return Outcome(answer["exit"], error=answer["reply"]["error"], reply=answer["reply"],
@@ -2574,11 +2577,6 @@ def checks(app: "App") -> "Iterator[Json]":
         os.stat(path)
         return path
 
-    def bound(command: Command) -> str:
-        if command.handler is None:
-            raise precondition("NO_HANDLER", "none is bound", fix_required="Bind one: @app.handler")
-        return str(command.handler.__qualname__)
-
     def python() -> str:
         if not hasattr(os, "posix_spawn"):
             raise precondition("PYTHON", "Python is too old", fix_required="Use 3.8 or newer")
@@ -2618,8 +2616,6 @@ def checks(app: "App") -> "Iterator[Json]":
             for file in command.entry["argv"][1:]:
                 if file.startswith("{manifest_dir}/"):
                     yield check(f"file of {path}", partial(there, expand_argv(app, [file])[0]))
-        if command.kind == "declared":
-            yield check(f"function of {path}", partial(bound, command))
     yield check("state folder", state)
     if app.setting("BASE_URL") or app.base_url or "http" in [c.kind for c in app.commands.values()]:
         if app.setting("TOKEN_FILE") or app.token_file:

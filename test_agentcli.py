@@ -6,21 +6,28 @@ caller sees: bytes, exit codes, files, processes.
 """
 import contextlib
 import fcntl
+import http.server
 import json
 import os
 import pathlib
+import platform
 import pty
 import random
 import re
+import resource
 import select
 import shutil
 import signal
 import socket
+import ssl
 import stat
+import statistics
+import struct
 import subprocess
 import sys
 import tempfile
 import termios
+import threading
 import time
 import unittest
 
@@ -147,6 +154,7 @@ ENVELOPE = {
         "exit_code": int, "duration_ms": int, "timeout_ms?": int, "request_id": ".{8,}",
         "timestamp": r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z", "tool_version": str,
         "command?": str, "trace_id?": ".+", "audit_log_path?": "/.*", "idempotency_hit?": True,
+        "first_run_at?": str,
         "not_modified?": True, "help?": True, "dry_run?": bool, "pagination?": dict}}
 
 
@@ -951,6 +959,1327 @@ class TerminalTest(Case):
         self.assertEqual([state(pid) for pid in tree], ["Z"] * 4)
 
 
+# ---- the journal ---------------------------------------------------------------------------------
+
+TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z"
+LONG = "[ -e done ] || { echo $$ ready; exec sleep 300; }"
+UNTIL = "until [ %s ]; do sleep 0.02; done; exit 3"
+GARBAGE = (b'{"id": "torn', b"\0\xff{\n" * 50, b"x" * 100000 + b"\n", b'{"a":' * 20000 + b"\n",
+           (b'[{}]\nnull\n{}\n{"timestamp": 1, "request_id": 2}\n'
+            b'{"id": "?", "run": "?", "who": "?", "event": "started", "command": "?", "at": 1}\n'))
+POST = {"description": "Write to a service that nobody offers", "danger_level": "mutating",
+        "http": {"method": "POST", "path": "/v1/{who}", "input": "optional"},
+        "flags": {"aa": FLAG, "bb": FLAG}, "positionals": [dict(FLAG, name="who", required=True)]}
+
+
+class StoreCase(Case):
+    """In a session; `add` leaves a line in a file of its folder and runs its token in a shell."""
+    builtin, settings = "journal", {"LEDGER_SESSION_ID": "s"}
+    at_most = staticmethod(lambda size: lambda: resource.setrlimit(  # as on a disk that is full
+        resource.RLIMIT_FSIZE, (size, size)))
+
+    def setUp(self):
+        super().setUp()
+        self.save(add=self.entry("sh", "-c", 'echo >>ran; eval "$1"', "sh"), post=POST)
+        self.env.update(self.settings, LEDGER_BASE_URL="http://127.0.0.1:1")
+        self.ran, self.state = self.dir / "ran", self.dir / "home/.local/state/ledger"
+        self.log, self.journal = self.state / "audit.jsonl", self.state / "journal"
+
+    def told(self, *answers):
+        """What became of calls: "ran", "replayed", or the code of what kept them from running."""
+        for r in answers:
+            e, hit = r.on_stderr, b'"idempotency_hit": true' in r.err
+            self.assertTrue(not hit or (r.out, e["data"]["effect"]) == (b"", "noop"), e)
+            self.assertEqual((e["data"] or {}).get("exit_code", r.code), r.code)
+            yield "replayed" if hit else "ran" if e["data"] else e["error"]["code"]
+
+    def does(self, wanted, *args, warned="", **options):
+        """Call the same again and again, and check what becomes of each and what it warns of."""
+        answers = [self.call(*args, **options) for _ in wanted.split()]
+        codes = " ".join(w["code"] for r in answers for w in r.on_stderr["warnings"])
+        self.assertEqual((" ".join(self.told(*answers)), codes), (wanted, warned))
+
+    def refused(self, code, error, *rows, **options):
+        for row, r in zip(rows, self.calls(*rows, **options)):
+            with self.subTest(row):
+                self.assertEqual((r.code, (r.on_stdout["error"] or {}).get("code")), (code, error))
+        self.assertFalse(self.ran.exists())
+
+    def entries(self, *args, field=None):
+        r = self.call(self.builtin, *args, env={"LEDGER_SESSION_ID": None})
+        self.assertEqual((r.code, r.err), (0, b""))
+        return [e.get(field) if field else e for e in r.on_stdout["data"]["entries"]]
+
+    def hold(self, *args, lose=False):
+        """Start a call whose tool lives long, and perhaps kill it alone; it and the tool's pid."""
+        p, pid = self.ready(*args)
+        until(lambda: pid in self.entries(field="pid"))
+        if lose:
+            p.kill()
+            p.wait()
+            os.kill(pid, signal.SIGKILL)
+        return p, pid
+
+
+class JournalTest(StoreCase):
+    def test_a_repeat_is_not_run_again_ends_as_the_first_run_did_and_says_when_that_was(self):
+        for args in (["add", "echo out"], ["add", "echo out; exit 3"], ["add", "kill -9 $$"],
+                     ["--timeout=1", "add", "exec sleep 60"], ["add", "kill $PPID; sleep 60"]):
+            first, second = self.call(*args), self.call(*args)
+            self.assertEqual([*self.told(first, second)], ["ran", "replayed"], args)
+            a, b = first.on_stderr, second.on_stderr
+            self.assertEqual((second.code, b["data"]), (first.code, dict(a["data"], effect="noop")))
+            self.assertEqual(*(e["error"] and dict(e["error"], suggestion="") for e in (a, b)))
+            text = self.call("--format=text", *args).err.decode()
+            self.assertRegex(text, rf"\Aledger: [^\n]*{TIME}[^\n]*--rerun[^\n]*\n\Z")
+        self.assertEqual((a["error"]["code"], self.ran.read_bytes()), ("CANCELLED", b"\n" * 5))
+
+    def test_what_makes_a_call_another_one_and_that_none_waits_for_another(self):
+        self.save(add2=self.commands["add"])
+        wait = UNTIL % "$(wc -l <ran) -ge 7"
+        rows = [("add", wait, *more) for more in ((), ("",), ("a b",), ("a", "b"), (b"\xff",))]
+        rows += ("add2", wait), ("--session=t", "add", wait)
+        answers = self.calls(*(("--timeout=20", *row) for row in rows))
+        self.assertEqual([r.code for r in answers], [3] * 7)
+        for option in "--timeout=9", "--output=env.json", "--manifest=manifest.json", "--session=s":
+            self.does("replayed", option, "add", wait)
+        for folder in self.dir, self.state:
+            self.does("ran replayed", "add", "", cwd=folder)
+
+    def test_a_safe_command_or_one_without_session_and_key_always_runs_and_leaves_no_file(self):
+        self.does("ran ran", "add", "", env={"LEDGER_SESSION_ID": ""})
+        self.does("ran ran", "task", "show")
+        self.assertEqual(sorted(os.listdir(self.dir)), ["manifest.json", "ran"])
+
+    def test_a_session_id_is_any_text_of_at_most_255_characters(self):
+        ids = "a/b", "../../x", "..", ".", "/", "x" * 255, "\u00e9\u2603" * 100, b"\xff", " "
+        for wanted in "ran", "replayed":
+            answers = self.calls(*(["--session", one, "add", ""] for one in ids))
+            self.assertEqual([*self.told(*answers)], [wanted] * len(ids))
+        self.assertEqual(sorted(os.listdir(self.dir)), ["home", "manifest.json", "ran"])
+
+    def test_a_key_alone_names_the_call_in_every_session_for_24_hours(self):
+        for wanted, age, session, *args in (
+                ("ran", 0, "s", "add", ""), ("replayed", 0, "", "add", ""),
+                ("IDEMPOTENCY_CONFLICT", 0, "", "add", "exit 3"),
+                ("ran", 0, "", "--rerun", "add", "exit 3"), ("replayed", 0, "t", "add", "exit 3"),
+                ("replayed", 86000, "s", "add", "exit 3"), ("ran", 87000, "", "add", "exit 3")):
+            at = time.time() - age
+            for file in self.journal.glob("day-*.jsonl"):
+                file.write_bytes(re.sub(rb'"at": ?[0-9.]+', b'"at":%d.5' % at, file.read_bytes()))
+                file.rename(file.parent / time.strftime("day-%Y-%m-%d.jsonl", time.gmtime(at)))
+            self.does(wanted, "--idempotency-key", "!~" + "x" * 253, *args,
+                      env={"LEDGER_SESSION_ID": session})
+        self.does("replayed", "add", "")  # it was a call of its session too
+
+    def test_a_redirected_file_belongs_to_the_call(self):
+        def cat(skip=0, grow=b"", mtime=5):
+            with open(self.dir / "in", "ab+", buffering=0) as f:
+                f.write(grow)
+                os.utime(f.fileno(), (mtime, mtime))
+                f.seek(skip)
+                return self.call("add", "cat", stdin=f).out
+        seen = [cat(grow=b"12345"), cat(), cat(3), cat(3), cat(mtime=6), cat(grow=b"6", mtime=6)]
+        self.assertEqual(seen, [b"12345", b"", b"45", b"", b"12345", b"123456"])
+
+    def test_what_waits_in_a_pipe_is_not_lost_and_an_idle_pipe_holds_nothing_up(self):
+        self.save(deaf=dict(self.commands["add"], stdin="none"))
+        for name, data, wanted in (("add", b"a", "ran"), ("add", b"", "replayed"), (
+                "add", b"b", "ran"), ("deaf", b"a", "ran"), ("deaf", b"a", "replayed")):
+            r, w = os.pipe()
+            os.write(w, data)
+            os.close(w)
+            with open(r) as pipe:
+                answer = self.call(name, "cat", stdin=pipe)
+            warnings = [w["code"] for w in answer.on_stderr["warnings"]]
+            self.assertEqual((*self.told(answer), answer.out, warnings), (
+                wanted, data * (name == "add"), ["STDIN_NOT_DEDUPLICATED"] * (data == b"b")))
+        p = self.start("add", "cat", stdin=subprocess.PIPE)
+        p.wait(20)  # while our end is open
+        self.assertEqual([*self.told(self.end(p))], ["replayed"])
+
+    def test_of_thirty_identical_calls_at_once_one_runs_and_the_others_replay_it(self):
+        calls = [self.start("add", UNTIL % "-e go") for _ in range(30)]
+        until(self.ran.exists)
+        self.write("go", b"")
+        answers = [self.end(p) for p in calls]
+        self.assertEqual(sorted(self.told(*answers)), ["ran"] + ["replayed"] * 29)
+        self.assertEqual(({r.code for r in answers}, self.ran.read_bytes()), ({3}, b"\n"))
+
+    def test_a_waiter_heeds_its_time_limit_signals_and_the_end_of_a_holder_that_is_killed(self):
+        holder, pid = self.hold("add", LONG)
+        r = self.call("--timeout=0.3", "add", LONG)
+        self.assertEqual((r.code, *self.told(r), r.on_stderr["error"]["retryable"]),
+                         (6, "IN_PROGRESS", True))
+        one, two = self.start("add", LONG), self.start("add", LONG)
+        for fds in [pathlib.Path("/proc/%d/fd" % p.pid) for p in (one, two)]:
+            until(lambda at=fds: not at.exists() or any(  # it has opened the journal, so it waits
+                "/journal/" in os.path.realpath(fd) for fd in at.iterdir()))
+        one.terminate()
+        error = self.ends(self.end(one), 143, "CANCELLED")["error"]
+        self.assertIs(error["context"]["started"], False)
+        holder.kill()
+        error = self.ends(self.end(two), 3, "OUTCOME_UNKNOWN")["error"]
+        told = error["message"] + error["suggestion"]
+        self.assertRegex(told, r"%s.*\b%d(?!\d).*--rerun" % (TIME, pid))
+        os.kill(pid, signal.SIGKILL)  # the tool has lived all the while
+        self.write("done", b"")
+        self.does("ran", "--rerun", "add", LONG)
+        self.does("replayed", "add", LONG)
+        self.assertEqual(self.ran.read_bytes(), b"\n\n")
+
+    def test_a_run_that_never_started_leaves_nothing_behind(self):
+        self.save(tool=self.entry("./tool"))
+        good, bad, term = b"#!/bin/sh\necho >>ran\n", b"#!/no/such\n", held([signal.SIGTERM])
+        for tool, args, prepare, code in (
+                (bad, [], None, 4), (good, [], term, 143), (good, [], None, 0),
+                (bad, ["--rerun"], None, 4), (good, ["--rerun"], term, 143)):
+            self.write("tool", tool, 0o755)
+            self.assertEqual(self.call(*args, "tool", preexec_fn=prepare).code, code)
+        self.does("replayed", "tool")
+        self.assertEqual(len(self.entries()), 1)
+
+    def test_an_end_that_was_torn_off_or_did_not_fit_on_the_disk_is_unknown(self):
+        self.does("ran", "add", "exit 3")
+        file, = self.journal.glob("*.jsonl")
+        enough = file.read_bytes().index(b"\n") + 15  # for how it started
+        os.truncate(file, file.stat().st_size - 9)
+        self.does("OUTCOME_UNKNOWN", "add", "exit 3")
+        self.does("ran", "--rerun", "add", "exit 3")
+        self.does("replayed", "add", "exit 3", preexec_fn=self.at_most(0))
+        new = "--session=t", "add", "exit 3"
+        self.does("ran", *new, preexec_fn=self.at_most(enough), warned="STATE_UNAVAILABLE")
+        self.does("OUTCOME_UNKNOWN", *new)
+        self.does("ran", "--rerun", *new, preexec_fn=self.at_most(9), warned="STATE_UNAVAILABLE")
+        self.does("STATE_UNAVAILABLE", "--session=u", *new[1:], preexec_fn=self.at_most(20))
+        self.does("ran replayed", "--session=u", *new[1:])  # behind a torn first line
+
+    def test_without_a_journal_nothing_runs_but_a_rerun(self):
+        self.write("shut/file", b"").parent.chmod(0o500)
+        places = f"{self.dir}/manifest.json", "relative", f"{self.dir}/shut/x"
+        for place in places[:None if os.geteuid() else 2]:  # root may write anywhere
+            with self.subTest(place):
+                self.does("STATE_UNAVAILABLE", "sh", "", env={"LEDGER_STATE_DIR": place})
+                if place != "relative":
+                    self.does("ran", "--rerun", "sh", "", env={"LEDGER_STATE_DIR": place},
+                              warned="STATE_UNAVAILABLE")
+        self.assertFalse((self.dir / "relative").exists())
+
+    @unittest.skipUnless(os.geteuid() == 0 and os.path.exists("/proc"), "mounts a file system")
+    def test_on_a_read_only_disk_nothing_runs_and_the_past_can_still_be_read(self):
+        disk = self.write("home/disk", b"").parent
+        if subprocess.call(["mount", "-t", "tmpfs", "-o", "size=64k", "none", disk]):
+            self.skipTest("nothing can be mounted here")
+        self.addCleanup(subprocess.call, ["umount", "-l", disk])
+        self.env["LEDGER_AUDIT_LOG"] = "1"
+        self.does("ran", "add", "exit 3")
+        subprocess.check_call(["mount", "-o", "remount,ro", disk])
+        self.does("STATE_UNAVAILABLE", "add", "", warned="AUDIT_LOG_UNAVAILABLE")
+        self.env["LEDGER_SESSION_ID"] = ""
+        self.does("ran", "add", "exit 3", warned="AUDIT_LOG_UNAVAILABLE")
+        for self.builtin in "audit-log", "journal":
+            self.assertEqual(self.entries(field="exit_code"), [3])
+
+    def test_damaged_lines_are_skipped_and_the_files_stay_usable(self):
+        self.env["LEDGER_AUDIT_LOG"] = "1"
+        for n, bad in enumerate(GARBAGE):
+            self.does("ran", "add", ": %d" % n)
+            for file in [self.log, *self.journal.glob("*.jsonl")]:
+                file.write_bytes(file.read_bytes() + bad)
+            answers = self.calls(*(["add", ": %d" % m] for m in range(n + 1)))
+            self.assertEqual({*self.told(*answers)}, {"replayed"}, bad)
+        for self.builtin, count in ("audit-log", 20), ("journal", 5):
+            self.assertEqual(self.entries(field="command").count("add"), count)
+
+    def test_where_the_state_lies_that_only_its_owner_may_look_and_what_is_not_there(self):
+        self.env.update(LEDGER_AUDIT_LOG="1", LEDGER_TOKEN_FILE=f"{self.dir}/token")
+        self.write("token", b"tok-123456", 0o600)
+        for place, umask, env in (("home/.local/state/ledger", 0, {}),
+                                  ("xdg/ledger", 0, {"XDG_STATE_HOME": f"{self.dir}/xdg"}),
+                                  ("a/b/c", 0o777, {"LEDGER_STATE_DIR": f"{self.dir}/a/b/c"})):
+            for args in (["sh", "exit 3", "tok-123456"], ["--timeout=x", "sh", "tok-123456"],
+                         ["--idempotency-key=k", "sh", "kill -9 $$", "tok-123456"],
+                         ["post", "me", "--input=token"]):
+                self.call(*args, env=env, preexec_fn=lambda mask=umask: os.umask(mask))
+            paths = [*self.dir.glob(place.split("/")[0] + "/**/*")]
+            self.assertEqual({(p.is_dir(), p.stat().st_mode & 0o777) for p in paths},
+                             {(True, 0o700), (False, 0o600)})
+            self.assertEqual((self.dir / place / "audit.jsonl").read_bytes().count(b"\n"), 4)
+            self.assertNotIn(b"tok-123456", b"".join(p.read_bytes() for p in paths if p.is_file()))
+
+    def test_files_that_were_unused_for_30_days_go(self):
+        self.does("ran", "add", "")
+        self.does("ran", "--session=t", "add", "")
+        for days, after in (29, "replayed"), (31, "ran"):
+            for file in self.journal.glob("*.jsonl"):
+                os.utime(file, (time.time() - days * 86400,) * 2)
+            self.does("replayed", "add", "")  # which is a use
+            self.does("ran", "--session=new%d" % days, "add", "")
+            self.does("replayed", "add", "")
+            self.does(after, "--session=t", "add", "")
+
+
+class JournalCommandTest(StoreCase):
+    def test_it_tells_what_was_started_and_how_it_ended(self):
+        self.assertEqual(self.entries(), [])
+        self.does("ran replayed", "add", "exit 3")
+        self.does("ran", "task", "show")
+        pids = [self.hold("add", LONG, lose=True)[1], self.hold("--session=t", "add", LONG)[1]]
+        self.call("post", "me", env={"LEDGER_SESSION_ID": ""})  # always journalled
+        first, lost, runs, post = entries = self.entries()
+        self.assertEqual([[e["command"], e["state"], e.get("exit_code")] for e in entries], [
+            ["add", "finished", 3], ["add", "unknown", None], ["add", "running", None],
+            ["post", "finished", 5]])
+        self.assertEqual((first["error_code"], lost["pid"], runs["pid"]), ("DELEGATED_EXIT", *pids))
+        self.assertTrue(fits([e["started_at"] for e in entries], [TIME]), entries)
+        self.assertRegex(post["operation_id"], "^op_.{36}$")
+        self.assertEqual(self.entries("--limit=2"), [runs, post])
+        self.assertEqual(self.entries("--limit=1", "--session=s"), [lost])
+
+    def test_what_is_unresolved_stays_so_until_its_own_session_runs_it_again(self):
+        pids = [self.hold("--session", one, "add", LONG, lose=True)[1] for one in "st"]
+        self.write("done", b"")
+        self.assertEqual(self.entries("--unresolved", field="pid"), pids)
+        self.does("ran", "--rerun", "add", LONG)
+        self.assertEqual(self.entries(field="state"), ["unknown", "unknown", "finished"])
+        self.assertEqual(self.entries("--unresolved", field="pid"), pids[1:])
+
+
+# ---- the audit log -------------------------------------------------------------------------------
+
+class AuditLogTest(StoreCase):
+    builtin, settings = "audit-log", {"LEDGER_AUDIT_LOG": "1"}
+
+    def leave(self, *traces):
+        for trace in traces:
+            self.call("task", "show", env={"TOOL_TRACE_ID": trace})
+
+    def page(self, *args):
+        e = self.call("audit-log", *args).on_stdout
+        page, found = e["meta"]["pagination"], "".join(x["trace_id"] for x in e["data"]["entries"])
+        self.assertEqual((page["returned"], page["has_more"]), (len(found), page["truncated"]))
+        self.assertEqual(page["has_more"], page["next_cursor"] is not None)
+        return found, page["next_cursor"]
+
+    def test_it_is_off_unless_the_manifest_or_before_it_the_variable_turns_it_on(self):
+        log, mine, other = map(str, (self.log, self.dir / "a/mine", self.dir / "b/other"))
+        for declared, variable, path in (
+                (False, None, None), (True, None, log), (mine, None, mine), (mine, other, other),
+                ({"path": mine, "max_files": 1}, None, mine), ({"max_bytes": 9}, None, log),
+                (False, "1", log), (mine, "1", mine), (True, "0", None)):
+            self.save(root={"audit_log": declared})
+            meta = self.call("task", "show", env={"LEDGER_AUDIT_LOG": variable}).on_stderr["meta"]
+            self.assertEqual(meta.get("audit_log_path"), path, (declared, variable))
+            there = [p for p in (log, mine, other) if os.path.exists(p)]
+            self.assertEqual((there, *map(os.unlink, there)), ([path], None) if path else ([],))
+        self.refused(4, "AUDIT_LOG_DISABLED", ["audit-log"], env={"LEDGER_AUDIT_LOG": "0"})
+
+    def test_settings_and_values_that_are_refused(self):
+        for value in "", "true", "logs/audit.jsonl":
+            self.refused(2, "INVALID_AUDIT_LOG_SETTING", ["add"], env={"LEDGER_AUDIT_LOG": value})
+        self.call("sh", "", env={"LEDGER_SESSION_ID": "s"})
+        self.refused(
+            2, "ARG_ERROR", ["--idempotency-key=k", "task", "show"],
+            *([one, "--limit", n] for one in ("journal", "audit-log") for n in ("0", "-1", "x")),
+            *(["audit-log", "--since", when] for when in ("", "1w", "-5m", "15", "2024-13-01")),
+            *(["--session", name, "add"] for name in ("", "x" * 256)),
+            *(["--idempotency-key", k, "add"] for k in ("", "a b", "\u00e9", "\x7f", "x" * 256)))
+        for value in "a.jsonl", 1, {"max_bytes": 0}, {"max": 1}:
+            self.save(root={"audit_log": value})
+            self.refused(2, "INVALID_MANIFEST", ["add"])
+
+    def test_what_resolved_to_a_command_is_logged_and_nothing_that_was_forwarded(self):
+        self.env.update(TOOL_TRACE_ID="t-1", LEDGER_SESSION_ID="s")
+        self.calls(["--help"], ["--version"], ["--schema", "sh"], ["task"], ["manifest"],
+                   ["journal"], ["nonsense"], ["audit-log"], ["--help", "sh"], [])
+        sent = [self.call("--timeout=7", "--rerun", "add", "exit 4", "z"), self.call("gone"),
+                self.call("add", "exit 4", "z", given=b"z"), self.call("--timeout=z", "add", "z"),
+                self.call("post", "me", "--aa=z", "--input=manifest.json")]
+        found = self.entries()
+        self.assertTrue(fits(found, [{
+            "timestamp": TIME, "command": ".+", "args": dict, "exit_code": int, "duration_ms": int,
+            "request_id": ".{8,}", "trace_id?": ".+", "session_id?": ".+", "warnings": [CODE],
+            "truncated?": True}]), found)
+        self.assertEqual([(e["exit_code"], e["command"], *e["warnings"]) for e in found[:4]], [
+            (4, "add"), (4, "gone"), (4, "add", "STDIN_NOT_DEDUPLICATED"), (2, "add")])
+        self.assertEqual({(e["trace_id"], e.get("session_id", "s")) for e in found}, {("t-1", "s")})
+        for e, r in zip(found, sent):
+            self.assertIn(b'"request_id": "%s"' % e["request_id"].encode(), r.out + r.err)
+        self.assertRegex(found[4]["args"].pop("operation_id"), "^op_")
+        self.assertEqual([e["args"] for e in found], [
+            {"argv": "[OMITTED]", "timeout": 7, "rerun": True}, *[{"argv": "[OMITTED]"}] * 3,
+            {"who": "me", "aa": "z", "input": "[OMITTED]"}])
+
+    def test_an_entry_is_at_most_16_kib_its_largest_arguments_going_first(self):
+        wide = "\U0001f600"
+        self.call("post", "me", "--aa", "x" * 9000, "--bb", "y" * 12000)
+        self.call("post", "me", "--aa", wide * 3000, env={
+            "TOOL_TRACE_ID": wide * 5000, "LEDGER_SESSION_ID": wide * 255})
+        one, two = self.entries()
+        self.assertEqual((one["args"]["aa"], one["args"]["bb"]), ("x" * 9000, "[TRUNCATED]"))
+        self.assertEqual((two["args"]["aa"], one["truncated"]), ("[TRUNCATED]", True))
+        self.assertLessEqual(max(map(len, self.log.read_bytes().splitlines(True))), 16384)
+
+    def test_rotation_under_parallel_writers_loses_and_doubles_nothing(self):
+        self.save(root={"audit_log": {"max_bytes": 4000, "max_files": 60}})
+        ids, seen = ["%02d" % n + "x" * 600 for n in range(36)], []
+        calls = [self.start("task", "show", env={"TOOL_TRACE_ID": one}) for one in ids]
+        while any(p.poll() is None for p in calls):
+            seen.append(self.entries(field="trace_id"))
+        seen += [self.entries(field="trace_id"), ids]
+        for before, after in zip(seen, seen[1:]):
+            self.assertEqual((len(before), {*before} - {*after}), (len({*before}), set()))
+        self.assertEqual(sorted(seen[-2]), ids)
+        logs = [path.stat() for path in self.state.glob("audit*")]
+        self.assertEqual({(s.st_mode & 0o777, s.st_size <= 4000) for s in logs}, {(0o600, True)})
+
+    def test_what_is_older_than_the_limit_goes(self):
+        self.save(root={"audit_log": {"max_age_days": 2}})
+        self.leave("a")
+        old = re.sub(rb'("timestamp": ?")20..', rb"\g<1>2001", self.log.read_bytes())
+        for name in "audit.jsonl", "audit.jsonl.1", "audit.jsonl.2":
+            os.utime(self.write(self.state / name, old), (10**9, 10**9))
+        self.leave("b", "c")
+        self.assertEqual((self.page(), os.listdir(self.state)), (("bc", None), ["audit.jsonl"]))
+
+    def test_pages_go_back_across_rotations_until_the_oldest_file_goes(self):
+        self.leave(*"abcde")
+        found, cursor = self.page("--limit=2")
+        self.save(root={"audit_log": {"max_bytes": 100, "max_files": 2}})
+        self.leave("f", "g")
+        second, last = self.page("--limit=2", "--cursor", cursor)
+        self.assertEqual((found, second, self.page("--cursor", last)), ("de", "bc", ("a", None)))
+        self.assertEqual(self.page("--limit=7"), ("abcdefg", None))
+        self.refused(2, "INVALID_CURSOR", *(["audit-log", "--cursor", *words] for words in (
+            [cursor, "--command=sh"], [cursor, "--since=1h"], [""], ["x"], ["W10="], ["\u00e9"])))
+        self.leave("h")
+        self.assertEqual((self.page("--cursor", cursor), self.page()), (("", None), ("fgh", None)))
+        self.assertEqual(len(os.listdir(self.state)), 3)
+
+    def test_filters(self):
+        def iso(ago):
+            return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(time.time() - ago))
+        self.leave("x")
+        entry = json.loads(self.log.read_bytes())
+        rows = ("a", 3 * 86400), ("b", 7000), ("c", 590), ("l", 601), ("d", 60)  # l came late
+        lines = [dict(entry, timestamp=iso(ago) + "Z", trace_id=name) for name, ago in rows]
+        self.write(self.log, "\n".join(map(json.dumps, lines)).encode() + b"\n")
+        self.call("sh", "", env={"TOOL_TRACE_ID": "e"})
+        for wanted, *args in (
+                ("e", "--since=30s"), ("de", "--since=5m"), ("clde", "--since=1h"),
+                ("bclde", "--since=2h"), ("abcld", "--since=7d", "--command=task.show"),
+                ("de", f"--since={iso(300)}Z"), ("de", f"--since={iso(-6900)}+02:00"),
+                ("cde", "--since=" + iso(596)), ("", "--since=2099-01-01"), ("de", "--limit=2"),
+                ("e", "--command=sh"), ("d", "--limit=1", "--command=task show"),
+                ("b", "--limit=1", "--trace-id=b"), ("", "--trace-id=no")):
+            with self.subTest(args):
+                self.assertEqual(self.page(*args)[0], wanted)
+
+    def test_a_failed_write_is_only_a_warning(self):
+        for path in str(self.dir), f"{self.dir}/manifest.json/log", "/dev/null", "1":
+            self.does("ran", "sh", "exit 3", env={"LEDGER_AUDIT_LOG": path},
+                      warned="AUDIT_LOG_UNAVAILABLE", preexec_fn=self.at_most(9999 * (path != "1")))
+
+
+# ---- http commands -------------------------------------------------------------------------------
+
+TASKS = {name: dict(more, description="Test", danger_level=danger, http={
+    "method": method, "path": path, "input": body}) for name, danger, method, path, body, more in [
+        ("task.add", "mutating", "POST", "/v1/tasks", "required", {}),
+        ("task.clear", "destructive", "DELETE", "/v1/tasks", "optional", {}),
+        ("task.list", "safe", "GET", "/v1/tasks", "none", {"flags": {
+            "text": FLAG, "tag": dict(FLAG, type="array"), "done": dict(FLAG, type="boolean")}}),
+        ("operation.get", "safe", "GET", "/v1/operations/{operation_id}", "none", {"positionals": [
+            dict(FLAG, name="operation_id", required=True)]})]}
+EXIT_OF_CODE = {
+    1: "unauthenticated forbidden internal_error", 3: "approval_required clarification_required",
+    2: "invalid_input configuration_invalid calendar_unsupported limit_exceeded cursor_expired "
+       "proposal_expired", 4: "etag_conflict idempotency_conflict", 5: "dependency_unavailable "
+       "journal_unavailable judgment_unavailable judgment_invalid",
+    6: "operation_unknown partial_apply needs_reconciliation context_pending"}
+OF_STATUS = {  # HTTP status: exit code, error.code of a reply that is no envelope
+    200: (0, ""), 201: (0, ""), 202: (6, ""), 302: (1, "redirect_refused"), 403: (1, "forbidden"),
+    400: (2, "invalid_input"), 401: (1, "unauthenticated"), 404: (1, "not_found"), 504: (1, ""),
+    409: (4, "conflict"), 412: (4, "etag_conflict"), 413: (2, "limit_exceeded"), 502: (1, ""),
+    422: (2, "invalid_input"), 429: (1, "rate_limited"), 500: (1, "http_error"),
+    503: (5, "dependency_unavailable")}
+OK, UNKNOWN = (0, "ok", None), (6, "partial", "operation_unknown")
+UNAVAILABLE, CANCELLED = (5, "error", "dependency_unavailable"), (143, "error", "cancelled")
+OPEN, HEAD = b"HTTP/1.1 200 X\r\n\r\n", b"HTTP/1.1 200 X\r\nContent-Length: 500\r\n\r\n"
+CHUNKED = b"HTTP/1.1 200 X\r\nTransfer-Encoding: chunked\r\n\r\n"
+MEBIBYTE = b'"%s"' % (b"x" * (2 ** 20 - 2))
+# Test data: a certificate for 127.0.0.1 that nobody trusts, and its key, which guards nothing.
+PEM = b"""-----BEGIN CERTIFICATE-----
+MIIBSzCB8aADAgECAgECMAoGCCqGSM49BAMCMBQxEjAQBgNVBAMMCXRlc3QgZGF0YTAgFw0wMDAxMDEwMDAwMDBaGA8yOTk5
+MTIzMTIzNTk1OVowFDESMBAGA1UEAwwJdGVzdCBkYXRhMFkwEwYHKoZIzj0CAQYIKoZIzj0DAQcDQgAEYnOx6o3M+eDzk8/t
+luWNPXV/l4ObHn7oElsUWX99ErXLMYih70mg1bvdBxrUhPc21bgB9QMRVS8RRyCYuqU83qMyMDAwDwYDVR0RBAgwBocEfwAA
+ATAdBgNVHQ4EFgQUGpiXqdknLJG414iZ457o5dYHg5cwCgYIKoZIzj0EAwIDSQAwRgIhANrjlN2OtUc58uU6Cno27ju1+duf
+Hv7roPp+ajIHzC0DAiEA/0yf/aRQXKZskKLDE3GFoUHlgcr13tj2usY8XveLQdE=
+-----END CERTIFICATE-----
+-----BEGIN %(kind)s-----
+MEECAQAwEwYHKoZIzj0CAQYIKoZIzj0DAQcEJzAlAgEBBCABc8/2BIbBPFcJmz9/brazhh+zEFkVWGMg/V4GrECI5Q==
+-----END %(kind)s-----
+""" % {b"kind": b"PRIVATE KEY"}
+
+
+class Service(http.server.ThreadingHTTPServer):
+    """A server on loopback; `reply`, bytes or a function of the request, answers each request.
+
+    then: sent every 50 ms after it; b"": stay, None: hang up. deaf: read no body. pem: speak TLS.
+    """
+    daemon_threads, request_queue_size = True, 64
+
+    class RequestHandlerClass(http.server.BaseHTTPRequestHandler):
+        def answer(self):
+            s, size = self.server, int(self.headers.get("Content-Length", 0))
+            with contextlib.suppress(OSError):  # the client has gone
+                self.body = b"" if s.deaf else self.rfile.read(size)
+                s.requests.append(self)
+                self.wfile.write((s.reply(self) if callable(s.reply) else s.reply) or b"")
+                while s.then and not select.select([self.connection], [], [], 0.05)[0]:
+                    self.wfile.write(s.then)
+                s.closed.wait(60 if s.then == b"" else 0)
+        do_GET = do_POST = do_DELETE = do_CONNECT = answer
+
+    def __init__(self, case, reply=b"", then=None, deaf=False, pem=None):
+        super().__init__(("127.0.0.1", 0), self.RequestHandlerClass)
+        self.reply, self.then, self.deaf = reply, then, deaf
+        self.requests, self.known, self.closed = [], {}, threading.Event()
+        self.url = "http%s://127.0.0.1:%d" % ("s" * bool(pem), self.server_address[1])
+        self.env = {"LEDGER_BASE_URL": self.url}
+        if deaf:  # and give 1 MiB no room in the buffers
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 1460)
+        if pem:
+            tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            tls.load_cert_chain(pem)
+            self.socket = tls.wrap_socket(self.socket, server_side=True)
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+        for close in self.server_close, self.shutdown, self.closed.set:  # the last one first
+            case.addCleanup(close)
+
+
+def reply(status, body=b"", *fields):
+    body = body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = ["HTTP/1.1 %d X" % status, "Content-Length: %d" % len(body), *fields, "", ""]
+    return "\r\n".join(lines).encode() + body
+
+
+def operation(status="ok", code=None, message="told", **data):
+    return {"schema_version": 1, "request_id": "req_1", "status": status, "data": data,
+            "warnings": [],
+            "error": code and {"code": code, "message": message, "retryable": False}}
+
+
+class HttpCase(Case):
+    def setUp(self):
+        super().setUp()
+        self.service = Service(self, reply(200, operation()))
+        self.save(root={"base_url": self.service.url}, **TASKS)
+        self.pem = str(self.write("server.pem", PEM))
+        self.token = {"LEDGER_TOKEN_FILE": str(self.write("token", b"tok-123456\n", 0o600))}
+
+    def add(self, *args, body=b'{"title": "buy milk"}', **options):
+        with tempfile.TemporaryFile() as f:
+            f.write(body)
+            f.seek(0)
+            return self.start("task", "add", "--input", "-", *args, stdin=f, **options)
+
+    def in_flight(self, *args, env=(), **options):
+        service = Service(self, then=b"")
+        p = self.add(*args, env=dict(env, **service.env), **options)
+        until(lambda: service.requests)
+        return p, service
+
+    def told(self, call, expected=OK):
+        """Check how a call ends; return its envelope, which is all of stdout: one line of ASCII."""
+        answer = call if isinstance(call, Answer) else self.end(call)
+        self.assertRegex(answer.out.decode("ascii"), r"\A\{[^\n]*\}\n\Z", answer.err)
+        e = json.loads(answer.out.decode())
+        self.assertEqual((answer.code, e["status"], (e["error"] or {}).get("code")), expected, e)
+        self.assertEqual(set(e), set(operation()))
+        return e
+
+    def refused(self, call, says, code="invalid_input"):
+        self.assertRegex(self.told(call, (2, "error", code))["error"]["message"], "(?s)" + says)
+        self.assertEqual(self.service.requests, [])
+
+    def took(self, service=None):
+        """The one request that came, its operation's id and its own."""
+        q, = (service or self.service).requests
+        del q.server.requests[:]
+        return q, (q.headers["Idempotency-Key"], q.headers["X-Request-ID"])
+
+    def unknown(self, call, service, code=6):
+        e, (q, ids) = self.told(call, (code, *UNKNOWN[1:])), self.took(service)
+        self.assertEqual((e["error"]["operation_id"], e["request_id"]), ids)
+        self.assertEqual((e["data"], e["error"]["retryable"]), (
+            {"operation_id": ids[0], "operation_state": "unknown"}, False))
+        return q, ids
+
+    def in_doubt(self):
+        entries = self.call("journal", "--unresolved").on_stdout["data"]["entries"]
+        return [(e["operation_id"], e["request_id"]) for e in entries]
+
+
+class ResolveExitCodeTest(unittest.TestCase):
+    def test_the_meaning_decides_first_and_the_http_status_second(self):
+        from agentcli import resolve_exit_code
+        for status, (by_status, _) in OF_STATUS.items():
+            for expected, outcome, codes in [
+                    (6 if status == 202 else 0, "ok", ""), (6, "partial", " etag_conflict"),
+                    (3, "needs_clarification", " etag_conflict"),
+                    (by_status, "error", "not_found proposal_not_applicable conflict in_progress"),
+                    *((exit_code, "error", codes) for exit_code, codes in EXIT_OF_CODE.items())]:
+                for code in codes.split(" "):
+                    found = resolve_exit_code(operation(outcome, code or None), status)
+                    self.assertEqual(found, expected, (status, outcome, code))
+
+
+class InputTest(HttpCase):
+    def test_the_bytes_sent_are_the_bytes_read_up_to_one_mebibyte(self):
+        body = b'{ "title":"caf\xc3\xa9",\r\n "n": 1.10, "big": 123456789012345678901234567890 } '
+        for source, given in ("-", body), (self.write("body.json", body), b""), ("-", MEBIBYTE):
+            self.told(self.call("task", "add", "--input", source, given=given))
+            q, _ = self.took()
+            self.assertEqual((q.requestline, q.headers["Content-Type"], q.body),
+                             ("POST /v1/tasks HTTP/1.1", "application/json", given or body))
+
+    def test_stdin_is_read_only_when_it_is_asked_for_and_one_byte_past_the_limit(self):
+        with open(self.write("large", MEBIBYTE * 2), "rb") as f:
+            for args in ["list"], ["clear", "--confirm-destructive"], ["add", "--input", "token"]:
+                self.call("task", *args, stdin=f)
+                self.assertEqual(os.lseek(f.fileno(), 0, os.SEEK_CUR), 0)
+            p = self.start("task", "add", "--input", "-", stdin=f)
+            self.told(p, (2, "error", "invalid_input"))
+            self.assertEqual(os.lseek(f.fileno(), 0, os.SEEK_CUR), 2 ** 20 + 1)
+        self.assertEqual([q.body for q in self.service.requests], [b"", b""])
+
+    def test_an_input_that_is_not_json_in_time_is_refused_and_the_message_says_where(self):
+        os.mkfifo(self.dir / "fifo")
+        silence = os.open(self.dir / "fifo", os.O_RDWR)
+        for where, p in (*[(where, self.add(body=body)) for body, where in (
+                (b"", "line 1"), (b'{"a": 1,\n "b" 2}', "line 2 column 6"), (b"[" * 200000, "deep"),
+                (b"[\n\n-Infinity]", "Infinity.*line 3"), (b'["NaN",\n NaN]', "NaN.*line 2"),
+                (b"[\n1e999]", "1e999.*line 2"), (b"[%s]" % (b"9" * 400), "999.*line 1"),
+                (b'{"b": 1, "b": 1}', '"b"'), (b'"\xff"', "position 1"), (b"{} 1", "column 4"))], *[
+                (where, self.start("--timeout=1", "task", "add", "--input", source, stdin=silence))
+                for source, where in (("missing", "missing"), (".", r"\."), ("", ""), ("-", "time"),
+                                      ("fifo", "fifo.*time"), ("/dev/zero", "1048576"))]):
+            self.refused(p, f"--input.*({where})")
+        os.close(silence)
+
+    def test_a_bad_argument_or_a_missing_confirmation_sends_nothing(self):
+        add = ["task", "add", "--input", "manifest.json"]
+        rows = [(["task", "add"], "--input"), (["task", "list", "--input", "-"], "--input"),
+                (["task", "add", '{"title": "x"}'], "add"), (add + ["--title", "x"], "--title"),
+                (["task", "list", "--operation-id", "x"], "operation-id"),
+                *((["operation", "get", text], "operation_id|UTF-8") for text in (
+                    "", ".", "..", "a\nb", "a\rb", "\x7f", b"\xff")),
+                *((add + ["--operation-id", text], "operation-id|idempotency-key") for text in (
+                    "", "a b", "a\r", "a\nX-Evil: 1", "\u00e9", "x" * 256))]
+        for (_, says), answer in zip(rows, self.calls(*(args for args, _ in rows))):
+            self.refused(answer, says)
+        self.told(self.start("task", "clear"), (3, "error", "approval_required"))
+        self.assertEqual(self.service.requests, [])
+
+    def test_positionals_fill_the_path_and_flags_the_query(self):
+        env = {"LEDGER_BASE_URL": self.service.url + "/api/"}
+        for args, target in (
+                (["operation", "get", "a/b ?#%&\u00e9~"], "operations/a%2Fb%20%3F%23%25%26%C3%A9~"),
+                (["operation", "get", "--", "-x"], "operations/-x"), (["task", "list"], "tasks"),
+                (["task", "list", "--done", "--tag", "a&b", "--text=\u00e9 +", "--tag=c"],
+                 "tasks?text=%C3%A9+%2B&tag=a%26b&tag=c&done=true")):
+            self.told(self.start(*args, env=env))
+            q, ids = self.took()
+            self.assertEqual((q.path, ids[0]), ("/api/v1/" + target, None))
+
+    def test_every_request_has_an_id_of_its_own_and_every_write_an_operation_id(self):
+        uuid7, seen = r"[\da-f]{8}-[\da-f]{4}-7[\da-f]{3}-[89ab][\da-f]{3}-[\da-f]{12}", set()
+        for arg, name in (("--json", "op_" + uuid7), ("--json", "op_" + uuid7),
+                          ("--operation-id=~", "~"), ("--idempotency-key=" + "x" * 255, "x{255}")):
+            self.told(self.add(arg))
+            _, ids = self.took()
+            self.assertRegex("{} {}".format(*ids), rf"\A{name} cli_{uuid7}\Z")
+            seen.update(ids)
+        self.assertEqual(len(seen), 8)
+
+
+class ReplyTest(HttpCase):
+    def test_an_envelope_is_printed_as_it_is_whatever_its_status_and_form(self):
+        plain, pretty = reply(200, operation()), json.dumps(operation(), indent=2).encode()
+        wild = json.dumps(operation()).replace(
+            "{}", '{{"i": -{}, "f": [0.1, -0.0, 5e-324, 1.7976931348623157e+308, 1E2], "t": "{}"}}'.format("7" * 5000, "\u00e9\U0001f363\\ud83c\\udf63\\ud800")).encode()
+        for code, data in (
+                (6, reply(202, operation())), (6, reply(409, operation("partial"))),
+                (3, reply(200, operation("needs_clarification"))), (0, reply(200, wild)),
+                (1, reply(504, dict(operation("error", "forbidden"), data=[None, True]))),
+                (0, reply(200, dict(operation(), warnings=[{"code": "", "message": "", "n": 1}]))),
+                (0, b"HTTP/1.0 500 X\r\n\r\n" + pretty), (0, b"HTTP/1.1 100 X\r\n\r\n" + plain),
+                (0, b"HTTP/1.1 103 Early Hints\r\nA: b\r\n\r\n" + plain),
+                (0, CHUNKED + b"%x;x=y\r\n%s\r\n0\r\nT: 1\r\n\r\n" % (len(pretty), pretty))):
+            self.service.reply = data
+            answer = self.end(self.add())
+            given = "{" + data.decode().partition("{")[2].replace("\\ud800", "\\ufffd")
+            out, given = (repr(json.JSONDecoder(parse_int=str).raw_decode(text)[0])
+                          for text in (answer.out.decode("ascii"), given))
+            self.assertEqual((out, answer.code, answer.err), (given, code, b""))
+
+    def test_any_other_reply_becomes_an_envelope_and_no_redirect_is_followed(self):
+        other = Service(self, reply(200, operation()))
+        for end, kept, data in (
+                (OK, [1], reply(201, b" [1] ")), (OK, None, reply(200)),
+                (OK, None, b"HTTP/1.1 204 X\r\n\r\n"), ((6, "ok", None), 7, reply(202, 7)),
+                *(((exit_code, "error", code), {} if status % 2 else None, reply(
+                    status, {} if status % 2 else b"<html>", "Location: " + other.url))
+                  for status, (exit_code, code) in OF_STATUS.items() if code)):
+            self.service.reply = data
+            self.assertEqual(self.told(self.add(env=self.token), end)["data"], kept)
+        self.assertEqual(other.requests, [])
+
+    def test_what_is_almost_an_envelope_is_no_success(self):
+        w = {"code": "w", "message": "m"}
+        for wrong in ({"schema_version": 2}, {"schema_version": True}, {"request_id": ""},
+                      {"status": "done"}, {"status": "error"}, {"more": 1}, {"warnings": [{}]},
+                      {"warnings": [dict(w, item_id=5)]}, {"error": dict(w, retryable=False)},
+                      {"status": "error", "error": dict(w, code="Not Found", retryable=False)}):
+            self.service.reply = reply(200, dict(operation(), **wrong))
+            self.unknown(self.add(), self.service)
+
+    def test_a_refusal_that_comes_while_the_body_is_being_sent_is_read(self):
+        for pem, then in (None, b""), (None, None), (self.pem, None):
+            service = Service(self, reply(413, b"<html>"), then, True, pem)
+            env = dict(service.env, SSL_CERT_FILE=self.pem)
+            p = self.add("--timeout", "9", body=MEBIBYTE, env=env)
+            self.told(p, (2, "error", "limit_exceeded"))
+
+    def test_text_mode_prints_data_on_stdout_and_errors_in_plain_lines_on_stderr(self):
+        wild = operation("error", "etag_conflict", "was\n\x1b[31mchanged\r\u00e9", title="buy milk")
+        for data, out, err in ((reply(200, operation(title="buy milk")), b"buy milk", b""),
+                               (b"\x1b[31mSSH\r\n\r\n", b"unknown", b"ledger: .*operation.*\n"),
+                               (reply(409, wild), b"buy milk", b"ledger: was.*changed.*\n")):
+            self.service.reply = data
+            answer = self.end(self.add("--format", "text"))
+            self.assertRegex(answer.out, out)
+            self.assertRegex(answer.err, rb"\A%s\Z" % err)
+            self.assertNotRegex(answer.out + answer.err, b"\x1b|request_id")
+
+    def test_a_reader_that_left_gets_no_traceback_and_the_exit_code_stands(self):
+        p = self.add()
+        p.stdout.close()
+        self.assertEqual((p.wait(20), p.stderr.read()), (0, b""))
+
+    def test_a_certificate_must_be_trusted_and_fit_the_name(self):
+        service = Service(self, reply(200, operation()), pem=self.pem)
+        trusted = dict(service.env, SSL_CERT_FILE=self.pem)
+        other = dict(trusted, LEDGER_BASE_URL=service.url.replace("127.0.0.1", "localhost"))
+        for env, end in (service.env, UNAVAILABLE), (other, UNAVAILABLE), (trusted, OK):
+            self.told(self.add(env=env), end)
+        self.took(service)
+
+    def test_proxy_variables_hold_off_loopback_and_never_on_it(self):
+        proxies = {"http_proxy": self.service.url, "https_proxy": self.service.url}
+        self.told(self.add(env=dict(proxies, LEDGER_BASE_URL="http://tasks.invalid/api")))
+        self.assertEqual(self.took()[0].path, "http://tasks.invalid/api/v1/tasks")
+        self.told(self.add(env={"http_proxy": "http://127.0.0.1:1"}))
+        self.took()
+        self.service.reply = reply(502, b"<html>")  # to CONNECT: the request itself never leaves
+        env = dict(self.token, LEDGER_BASE_URL="https://tasks.invalid", **proxies)
+        self.told(self.add(env=env), UNAVAILABLE)
+        q, _ = self.took()
+        self.assertEqual((q.command, q.headers["Authorization"]), ("CONNECT", None))
+
+
+class UncertainTest(HttpCase):
+    def test_without_a_usable_reply_in_time_a_write_is_unknown_and_a_read_unavailable(self):
+        services = [Service(self, *args) for args in (
+            (b"",), (b"SSH-2.0\r\n\r\n",), (HEAD[:-3],), (HEAD + b"{",), (CHUNKED + b"9\r\n{",),
+            (CHUNKED + b"2\r\n{}\r\n",), (CHUNKED + b"z\r\n{}\r\n0\r\n\r\n",),
+            (HEAD.replace(b"500", b"-1") + b"{}",), (HEAD.replace(b"500", b"x") + b"{}",),
+            (lambda q: q.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack(
+                "ii", 1, 0)) or os.close(q.connection.detach()),),  # a reset
+            (reply(200, b'{"n": NaN}'),), (reply(200, b"[" * 100000),), (reply(200, b'"\xff"'),),
+            (reply(200, b"<html>"),), (reply(502, b"<html>"),), (reply(504, b"<html>"),),
+            (reply(504, {}),), (reply(200, {}, *["X-%d: y" % n for n in range(300)]),),
+            (reply(200, {}, "X: " + "y" * 100000),), (OPEN, b" " * 2 ** 22), (HEAD, b" "),
+            (OPEN[:-2] + b"X-Slow: ", b"y"), (b"", b""))]
+        for s, p in [(s, self.add("--timeout", "01"[s.then in (b"", b" ", b"y")], env=s.env))
+                     for s in services]:
+            self.unknown(p, s)
+        for p in [self.add("--timeout", "1", env=services[-1].env) for _ in range(2)]:
+            self.told(p, UNKNOWN)  # without a session no call waits for another, alike or not
+        for s, p in [(s, self.start("task", "list", env=s.env)) for s in services[:20:4]]:
+            self.told(p, UNAVAILABLE)
+            self.took(s)
+
+    def test_when_nothing_was_sent_the_call_may_be_repeated(self):
+        full, silent = (socket.create_server(("127.0.0.1", 0), backlog=1) for _ in range(2))
+        fillers = [socket.socket() for _ in range(8)]
+        for sock in fillers:
+            sock.setblocking(False)
+            sock.connect_ex(full.getsockname())
+        urls = ["http://127.0.0.1:%d" % full.getsockname()[1], "http://127.0.0.1:1",
+                "https://127.0.0.1:%d" % silent.getsockname()[1], "http://tasks.invalid"]
+        signalled = self.add(env={"LEDGER_BASE_URL": urls[0]})
+        until(self.in_doubt)
+        signalled.terminate()
+        for call in signalled, self.add(preexec_fn=held([signal.SIGTERM])):
+            self.told(call, CANCELLED)
+        for p in [self.add("--timeout", "2", env={"LEDGER_BASE_URL": url}) for url in urls]:
+            self.assertIs(self.told(p, UNAVAILABLE)["error"]["retryable"], True)
+        self.assertEqual((self.service.requests, self.in_doubt(), self.running()), ([], [], []))
+        for sock in (full, silent, *fillers):
+            sock.close()
+
+    def test_a_signal_between_sending_and_answer_leaves_it_open(self):
+        p, service = self.in_flight()
+        p.send_signal(signal.SIGINT)
+        self.unknown(p, service, 130)
+        p = self.start("task", "list", env=service.env)
+        until(lambda: service.requests)
+        p.terminate()
+        self.told(p, (143, *UNAVAILABLE[1:]))
+
+    @on_linux
+    def test_after_a_kill_the_journal_names_the_operation_and_its_sender_ends_in_time(self):
+        p, service = self.in_flight("--timeout", "2", "--session", "s")
+        p.kill()
+        self.assertEqual((p.wait(), self.in_doubt()), (-9, [self.took(service)[1]]))
+        until(lambda: not self.running(), 10)
+
+    def test_a_repeat_in_a_session_has_the_same_operation_id_unless_it_is_a_rerun(self):
+        self.service.reply, names = b"", []
+        for args, body in (("--session=a", b"1"), ("--session=a", b"1"), ("--session=a", b"2"),
+                           ("", b"1"), ("--session=b", b"1"), ("--session=a --rerun", b"1")):
+            self.told(self.add(*args.split(), body=body), UNKNOWN)
+            names.append(self.took()[1][0])
+        self.assertEqual((names[0], len(set(names))), (names[1], 5))
+
+    def test_a_journal_that_cannot_be_written_warns_and_in_a_session_sends_nothing(self):
+        env = {"LEDGER_STATE_DIR": str(self.dir / "manifest.json" / "state")}
+        self.told(self.add("--session", "s", env=env), (5, "error", "journal_unavailable"))
+        for args in [], ["--session", "s", "--rerun"], ["--operation-id", "op_1"]:
+            answer = self.end(self.add(*args, env=env))
+            self.assertEqual(self.told(answer), operation())
+            self.assertRegex(answer.err, rb"\Aledger: warning: [^\n]*journal[^\n]*\n\Z")
+            self.took()
+        self.service.reply = b""
+        self.assertIn("state_unavailable", str(self.told(self.add(env=env), UNKNOWN)["warnings"]))
+
+
+class TokenTest(HttpCase):
+    def test_the_token_is_sent_as_it_stands_in_its_file(self):
+        self.write("home/.config/token", b"tok ~!" + b"x" * 8186, 0o400)
+        self.save(root={"base_url": self.service.url, "token_file": "~/.config/token"})
+        for env, token in ({}, "tok ~!" + "x" * 8186), (self.token, "tok-123456"):
+            self.told(self.add(env=env))
+            self.assertEqual(self.took()[0].headers["Authorization"], "Bearer " + token)
+
+    def test_a_faulty_base_url_or_token_file_sends_nothing_and_shows_no_secret(self):
+        self.save()
+        os.mkfifo(self.dir / "fifo", 0o600)
+        paths = [self.dir / "fifo", self.dir, self.dir / "missing", *(
+            self.write(f"{mode:o}", b"secret", mode) for mode in (0o640, 0o604)), *(
+            self.write("%d" % len(text), text, 0o600) for text in (
+                b"", b"secret\xe9", b"secret\n\n", b"secret\t??", b"secret\nsecret", b"s" * 8193))]
+        if os.geteuid() == 0:
+            paths.append(self.write("owner", b"secret", 0o600))
+            os.chown(paths[-1], 12345, -1)
+        for p in [self.start("task", "list", env=env) for env in (
+                *({"LEDGER_BASE_URL": url} for url in (
+                    "ftp://h", "//h", "h:80", "http://", "http://:80", "http://u@h", "http://[::1",
+                    "http://u:secret@h", "http://h?q=1", "http://h#f", "http://h:0", "http://h:x",
+                    "", "http://h:99999", "http://a b", "http://h/\u00e9", "http://h/\r\nX: y")),
+                *(dict(self.service.env, LEDGER_TOKEN_FILE=str(path)) for path in paths),
+                dict(self.token, LEDGER_BASE_URL="http://h.invalid", http_proxy=self.service.url))]:
+            answer = self.end(p)
+            self.refused(answer, "(?i)base.url|token file.*test", "configuration_invalid")
+            self.assertNotIn(b"secret", answer.out + answer.err)
+
+    @on_linux
+    def test_neither_payload_nor_token_is_seen_or_kept_anywhere(self):
+        p, service = self.in_flight("--session", "s", body=b'{"title": "my secret title"}',
+                                    env=dict(self.token, LEDGER_AUDIT_LOG="1"))
+        seen = [(self.dir / "/proc" / str(pid) / name).read_bytes() for pid in self.running()
+                for name in ("cmdline", "environ")]
+        self.assertEqual(len(seen), 4)  # of agentcli and its sender
+        p.terminate()
+        answer = self.end(p)
+        q, ids = self.unknown(answer, service, 143)
+        state = self.dir / "home/.local/state/ledger"
+        seen += [path.read_bytes() for path in state.glob("**/*") if path.is_file()]
+        for secret, sent in (b"my secret title", q.body), (b"tok-123456", bytes(q.headers)):
+            self.assertIn(secret, sent)
+            self.assertNotIn(secret, b"".join(seen) + answer.out + answer.err)
+        entry = json.loads((state / "audit.jsonl").read_text())
+        logged = entry["args"]["input"], entry["args"]["operation_id"], entry["request_id"]
+        self.assertEqual(logged, ("[OMITTED]", *ids))
+
+
+# ---- a task service to try agentcli against: `python3 test_agentcli.py demo` ---------------------
+
+def tasks(request):
+    """The reply of a service that keeps tasks by the id of the operation that added them."""
+    known, name = request.server.known, request.path.rpartition("/")[2]
+    if request.command == "GET":
+        return reply(200, operation(tasks=[known[name]] if name in known else [*known.values()]))
+    name, task = request.headers["Idempotency-Key"], json.loads(request.body.decode())
+    if not task.get("title"):
+        return reply(422, operation("error", "invalid_input", "a task needs a title"))
+    if task.get("price", 0) > 100:
+        return reply(403, operation("error", "approval_required", "a person must approve it"))
+    if known.setdefault(name, task) != task:
+        return reply(409, operation("error", "idempotency_conflict", name + " is another task"))
+    return {"hang up": b"", "be busy": reply(503)}.get(
+        task.get("then"), reply(201, operation(operation_id=name, task=task)))
+
+
+def demo():
+    """Call a task service through agentcli, once for each outcome; 0 when each is as expected."""
+    case, wrong, unknown, add = HttpCase(), 0, "", "task add --input -"
+    case.setUp()
+    case.service.reply = tasks
+    case.env.update(AGENTCLI_MANIFEST=os.path.join(FOLDER, "manifest.example.json"),
+                    EXAMPLE_BASE_URL=case.service.url)
+    for expected, words, body in (
+            (0, add, '{"title": "buy milk"}'), (0, "task list", ""), (2, add, '{"title": '),
+            (2, add, '{"title": ""}'), (3, add, '{"title": "buy a boat", "price": 9000}'),
+            (0, add + " --operation-id op_1", '{"title": "water the plants"}'),
+            (4, add + " --operation-id op_1", '{"title": "water the lawn"}'),
+            (6, add, '{"title": "call home", "then": "hang up"}'), (0, "operation get {}", ""),
+            (5, add, '{"title": "sleep", "then": "be busy"}')):
+        answer = case.call(*words.format(unknown).split(), given=body.encode())
+        print("\n$ %sagentcli %s\n%sexit code %d (expected: %d)" % (
+            f"echo '{body}' | " if body else "", words.format(unknown), answer.out.decode(),
+            answer.code, expected))
+        wrong += answer.code != expected
+        unknown = (json.loads(answer.out.decode())["error"] or {}).get("operation_id", "")
+    case.doCleanups()
+    return 1 if wrong else 0
+
+
+# ---- Python: App, declared and destructive commands ----------------------------------------------
+
+APP = rb"""
+import agentcli, itertools, os, signal, subprocess, sys, time
+app = agentcli.App("ledger", "1.4.0", "Tools of a test")
+SHUT = agentcli.Failure(agentcli.ExitCode.PERMISSION_DENIED, "SHUT", "It is shut", [1])
+def flag(kind, *env, **more):
+    more.update({"env_vars": [{"name": name} for name in env]} if env else {})
+    return dict({"type": kind, "required": False, "description": "A flag"}, **more)
+def command(path, danger_level="safe", **entry):
+    app.register(path, description="Do " + path, danger_level=danger_level, **entry)
+    return app.handler(path)
+def do(what, **data):
+    with open("done", "a") as file:
+        file.write(what)
+    return data
+WHAT, N, MUST = flag("string", name="what"), flag("integer", name="n"), {"required": True}
+command("echo", positionals=[WHAT, N], flags={
+    "greet": flag("string", "GREET", "GREETING", short="g"), "count": flag("integer", short="n"),
+    "loud": flag("boolean", "LOUD", short="l"), "quiet": flag("boolean", short="q"),
+    "tag": flag("array", "TAG", short="t"), "level": flag("enum", enum_values=["low", "high"]),
+    "rate": flag("number"), "code": flag("string", pattern="^[a-z]{3}$")})(lambda args, ctx: args)
+command("strict", option_placement="strict", positionals=[WHAT],
+        flags={"size": flag("integer", "SIZE", default=10)})(lambda args, ctx: args)
+command("need", flags={"must": flag("string", **MUST)}, positionals=[dict(WHAT, **MUST)])(do)
+command("task.ping")(lambda args, ctx: {"pong": True})
+command("unbound")
+app.register("sh", description="A shell", danger_level="safe", arguments="passthrough", argv=["sh"])
+command("put", "mutating", positionals=[WHAT, N])(lambda args, ctx: do(
+    "p", **({"effect": "created", "kept": "x" * args.get("n", 0)} if args else {})))
+@command("drop", "destructive", positionals=[WHAT])
+def drop(args, ctx):
+    if not args:
+        raise SHUT
+    return {"would": "drop", "args": args} if ctx.dry_run else do("d", effect="deleted")
+@command("wild", "mutating", positionals=[dict(WHAT, **MUST)])
+def wild(args, ctx):  # what the test says, as the body of a function
+    names = dict(globals(), ctx=ctx)
+    exec("def body():\n " + args["what"].replace("\n", "\n "), names)
+    return names["body"]()
+"""
+MANY = "import os, sys, app; [os.write(1, b'%d\\n' % app.app.run(a)) for a in eval(sys.argv[1])]"
+PROGRAM, WELL = ["-c", "import app; app.app.main(); print(1)"], '\nreturn {"effect": "noop"}'
+
+
+def end(e):
+    return e["meta"]["exit_code"], (e["error"] or {}).get("code")
+
+
+class AppCase(Case):
+    @classmethod
+    def setUpClass(cls):
+        cls.compiled = tempfile.mkdtemp(prefix="agentcli-")
+        cls.addClassCleanup(shutil.rmtree, cls.compiled)
+
+    def setUp(self):
+        super().setUp()
+        self.write("app.py", APP)
+        self.env.update(PYTHONPATH=f"{self.dir}:{FOLDER}", PYTHONPYCACHEPREFIX=self.compiled)
+
+    def tell(self, *lines, **options):
+        """The envelopes of several command lines, run one after the other in one process."""
+        lines = [line.split(" ") if isinstance(line, str) else line for line in lines]
+        r = self.call(MANY, ascii(lines), run=["-c"], **options)
+        out, self.err = r.out.split(b"\n"), r.err
+        self.assertEqual((r.code, len(out)), (0, 2 * len(lines) + 1), r.err)
+        return [Answer(int(n), line + b"\n").on_stdout for line, n in zip(out[::2], out[1::2])]
+
+    def wild(self, *bodies):
+        return self.tell(*[["wild", body] for body in bodies])
+
+    def gives(self, rows, **options):
+        for line, e in zip(rows, self.tell(*rows, **options)):
+            with self.subTest(line):  # as JSON, where true is not 1
+                self.assertEqual(*(json.dumps(v, sort_keys=True) for v in (e["data"], rows[line])))
+
+    def python(self, code, **options):
+        r = self.call("import agentcli, json, os, signal, time\n" + code, run=["-c"], **options)
+        self.assertEqual(r.code, 0, r.err)
+        return r.out.decode()
+
+
+class AppTest(AppCase):
+    def refused(self, rows):
+        out = self.python(f"""from app import app; App = agentcli.App
+for expression in {[*rows]!r}:
+    try: print("accepted", eval(expression))
+    except agentcli.RegistrationError as error: print(ascii(error.faults))""")
+        for expression, faults in zip(rows, out.split("\n")):
+            with self.subTest(expression):
+                self.assertRegex(faults, rows[expression])
+
+    def test_registration_is_as_strict_as_in_a_file(self):
+        rows = [("bad", fields, rule) for fields, rule in REFUSED if rule != "bind"]
+        rows += [(path, {}, "kebab") for path in ("Upper", "two..dots", "a b", "")]
+        rows += [("manifest", {}, "built-in"), ("task", {}, "group"), ("task.ping", {}, "already"),
+                 ("two", {"timeout": -1, "colour": 1}, "timeout.*colour")]
+        self.refused({f"app.register({path!r}, **{self.entry('true', **fields)})":
+                      f'"{path}".*({rule})' for path, fields, rule in rows})
+        self.refused({"App('Big')": "name", "App('a', timeout=-1)": "timeout", "App(x=1)": "x",
+                      "App(audit_log='x')": "audit_log", "app.handler('gone')": "gone",
+                      "app.handler('sh')": "sh", "app.handler('manifest')": "manifest"})
+
+    def test_flags_and_positionals_that_break_a_rule_are_refused(self):
+        def one(kind="string", **more):
+            return dict(FLAG, type=kind, **more)
+        ab, low = one(name="ab"), {"enum_values": ["low"]}
+        rows = [{"flags": {"ab": spec}} for spec in (
+            one("text"), one(shrot="a"), one("enum"), one(short="V"), one(short="ab"), one(**low),
+            one(pattern="["), one(env_vars=["A"]), one(default=5), one("integer", default="5"),
+            one("boolean", default="no"), one("array", default="x"), {"type": "string"},
+            one("enum", default="x", **low), one(pattern="^a$", default="b"))]
+        rows += [{"flags": dict.fromkeys(names, one(short="a"))} for names in (
+            ["ab", "cd"], ["output"], ["dry-run"], ["A_b"])]
+        rows += [{"positionals": places, "flags": {"cd": one()}} for places in (
+            [one()], [dict(ab, type="array")], [ab, ab], [one(name="cd")],
+            [ab, dict(ab, name="b", required=True)])]
+        self.refused({f"app.register('bad', description='X', danger_level='destructive', **{row})":
+                      '"bad".*(flag|positional)' for row in rows})
+
+    def test_two_apps_in_one_process_share_nothing(self):
+        out = self.python("""from app import app
+two = agentcli.App("two", "2.0")
+two.register("echo", description="E", danger_level="safe")
+two.handler("echo")(lambda args, ctx: ctx.warn("TWO", "w") or [])
+print([a.run(argv) for a, argv in (
+    (app, ["echo", "x"]), (two, ["echo"]), (two, ["need"]), (app, ["echo"]))])
+""", env={"TWO_FORMAT": "text"})
+        self.assertRegex(out, r'\{.*: \{"what": "x"\}.*\n\[\]\n\{"ok": true, "data": \{\}, "error":'
+                              r' null, "warnings": \[\], .*"1.4.0".*\n\[0, 0, 2, 0\]\n\Z')
+
+    def test_a_run_leaves_the_process_as_it_was(self):
+        out = self.python("""from app import app
+for number in signal.SIGCHLD, signal.SIGUSR1, signal.SIGHUP: signal.signal(number, print)
+signal.signal(signal.SIGWINCH, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+child = os.fork() or os._exit(7)
+def state():
+    return ([signal.getsignal(n) for n in signal.valid_signals()], os.listdir("/dev/fd"),
+            signal.pthread_sigmask(signal.SIG_BLOCK, []), dict(os.environ), os.getcwd())
+before = state()
+codes = [app.run(line.split()) for line in (
+    "echo", "--session s put", "nope", "--help", "sh -c false", "doctor", "wild 1/0",
+    "--timeout=0.2 wild time.sleep(60)")]
+print(codes, state() == before, os.waitpid(-1, 0) == (child, 7 << 8))
+try: print(os.waitpid(-1, 0))
+except ChildProcessError: print("no other child")""").split("\n")
+        self.assertEqual(out[-3:], ["[0, 0, 2, 0, 1, 0, 1, 10] True True", "no other child", ""])
+
+    def test_a_program_binds_functions_to_what_a_file_declares(self):
+        self.save(**{name: self.entry(**DECLARED) for name in ("note.add", "nobody")})
+        self.write("bad.json", b'{"commands": {"a": {}}, "nmae": 1}')
+        out = self.python("""app = agentcli.load("manifest.json")
+app.handler("note.add")(lambda args, ctx: {"name": app.name})
+print([app.run(argv) for argv in (["note", "add"], ["nobody"], ["task", "show"])])
+print(agentcli.main(["nope"]))
+try: agentcli.load("bad.json")
+except agentcli.Failure as failure: print(failure.exit_code, failure.error["code"], failure)""")
+        self.assertRegex(out, r'(?s)"name": "ledger"\}.*NO_HANDLER.*\ntask\n\{.*"INVALID_MANI'
+                              r'.*\}\n\[0, 4, 0\]\n2\n2 INVALID_MANI.*nmae.*name.*"a".*descrip')
+
+    def test_every_public_name_has_a_docstring_and_annotations(self):
+        self.assertEqual(self.python("""from inspect import isfunction, signature
+for name in agentcli.__all__:
+    thing = getattr(agentcli, name)
+    for part, one in [(name, thing), *vars(thing).items()]:
+        if part == name or isfunction(one) and (part[0] != "_" or part == "__init__"):
+            has = {"self", *getattr(one, "__annotations__", ())}
+            asked = {"return", *signature(one).parameters} if isfunction(one) else has
+            if not (one.__doc__ or part == "__init__") or asked - has: print(name, part, asked)
+print(*agentcli.__all__, *[c.name for c in agentcli.ExitCode][8:])"""), (
+            "App Context ExitCode Failure RegistrationError load main read_input resolve_exit_code "
+            "AUTH_REQUIRED PAYMENT_REQUIRED TIMEOUT RATE_LIMITED UNAVAILABLE REDIRECTED\n"))
+
+    def test_the_bounded_reader_reads_at_most_one_byte_past_its_limit(self):
+        with open(self.write("file", b"x" * 100), "rb") as stdin:
+            out = self.python("""
+for args in ("file", 100), ("file", 99), ("gone",), ("-", 100), ("-", 50):
+    os.lseek(0, 0, 0)
+    try: print(len(agentcli.read_input(*args)), end=" ")
+    except agentcli.Failure as failure: print(failure.exit_code, failure, end=" ")
+    print(os.lseek(0, 0, 1))""", stdin=stdin)
+        self.assertRegex(out, r"\A100 0\n2 .*99.* 0\n2 .*gone.* 0\n100 100\n2 .*50.* 51\n\Z")
+
+    def test_the_readmes_example_runs_as_it_stands(self):
+        readme = pathlib.Path(FOLDER, "README.md").read_text(encoding="utf-8")
+        example, *_ = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+        shutil.copy(AGENTCLI, self.dir)
+        self.write("example.py", example.encode())
+        shown = self.call("manifest", run=["example.py"]).on_stdout["data"]["commands"]
+        own = [path for path, c in shown.items() if not c.get("builtin")]
+        for path in own:
+            args = ["1" for place in shown[path].get("positionals", ()) if place["required"]]
+            e = self.call(*path.split("."), *args, run=["example.py"]).on_stdout
+            self.assertNotIn(end(e)[0], (1, 2, 4), e)
+        self.assertTrue(own)
+
+
+class DeclaredTest(AppCase):
+    def test_every_type_of_argument_its_letter_and_its_place(self):
+        self.gives({
+            "echo --greet= -n +3 --rate 2.5 --loud --tag a --level low --code abc --tag=b x 2": {
+                "greet": "", "count": 3, "rate": 2.5, "loud": True, "tag": ["a", "b"],
+                "level": "low", "code": "abc", "what": "x", "n": 2},
+            "echo -g hi -n3 -lq -ta -t a": {
+                "greet": "hi", "count": 3, "loud": True, "quiet": True, "tag": ["a", "a"]},
+            "echo -n 5 --count=+5 -l --loud": {"count": 5, "loud": True}, "strict": {"size": 10},
+            "echo a -5": {"what": "a", "n": -5}, "echo --rate -.5": {"rate": -0.5},
+            "echo a -n -5 2": {"count": -5, "what": "a", "n": 2}, "echo -- --": {"what": "--"},
+            "echo -- --help -5": {"what": "--help", "n": -5}, "echo --greet=-h": {"greet": "-h"}})
+
+    def test_global_options_may_stand_anywhere_unless_placement_is_strict(self):
+        for e in self.tell("--timeout 7 task --json ping", "task ping --timeout=7 --format json",
+                           "--json task --timeout=7 ping", env={"LEDGER_FORMAT": "text"}):
+            self.assertEqual((e["data"], e["meta"]["timeout_ms"]), ({"pong": True}, 7000))
+        rows = self.tell("--timeout 7 strict --size 1 x", "strict x --timeout 7",
+                         "strict --timeout 7 x", "strict --json")
+        self.assertEqual([end(e)[0] for e in rows], [0, 2, 2, 2])
+
+    def test_a_bad_argument_and_the_nearest_names_are_told_before_any_side_effect(self):
+        rows = {"put --timeout=" + n: "--timeout" for n in ("", "nan", "-1", "1_0")}
+        rows.update(("echo --rate=" + n, "--rate") for n in ("", "nan", "inf", "1e999", "1_0"))
+        rows.update(("echo -n" + n, "--count") for n in ("2.5", "1e3", "0x1", "\u0663", "1_0", "="))
+        rows.update({
+            "echo --level mid": "--level.*low.*high", "echo --code abcd": "--code", "echo -z": "-z",
+            "need": "what", "echo a b": "n must", "echo a 2 third": "third", "strict": "SIZE must",
+            "need x": "--must", "need x --must": "--must needs a value", "echo -lz": "takes no value",
+            "need x --mus=x": "--mus ", "echo --loud=yes": "--loud.*no value", "put x y": "n must",
+            "--version=1": "--version.*no value", "echo -g a --greet b": "--greet.*twice",
+            "put --dry-run": "--dry-run", "task ping --idempotency-key k": "--idempotency-key",
+            "put --output=e.json --bogus": "--bogus", "echo -n1 --count 2": "--count.*twice",
+            "--timeout 1 put --timeout 2": "--timeout.*twice", "drop --dry-run x y": "y"})
+        rows.update({
+            "echo --gret x": "--gret .*--greet", "ehco": "ehco.*echo", "drop --drn": "--dry-run",
+            "task pign": "task ping", "echo --level hihg": "Did you mean high"})
+        for line, e in zip(rows, self.tell(*rows, env={"LEDGER_SESSION_ID": "s", "SIZE": "x"})):
+            with self.subTest(line):
+                self.assertEqual((end(e), e["error"]["phase"]), ((2, "ARG_ERROR"), "validation"))
+                self.assertRegex(json.dumps(e["error"]), rows[line])
+        self.assertEqual(sorted(os.listdir(self.dir)), ["app.py", "manifest.json"])
+
+    def test_the_environment_stands_between_option_and_default(self):
+        self.gives({"strict": {"size": 7}, "strict --size 1": {"size": 1},
+                    "echo": {"greet": "env", "loud": True, "tag": ["a"]},
+                    "echo -g x -t b": {"greet": "x", "tag": ["b"], "loud": True}}, env={
+                        "GREET": "", "GREETING": "env", "SIZE": "7", "LOUD": "1", "TAG": "a"})
+
+
+class HandlerTest(AppCase):
+    def test_what_it_returns_is_the_data_whatever_it_does_to_its_process(self):
+        rows = {r'return {"a\udc00": "x\ud800y\U0001f600"}': {"a\ufffd": "x\ufffdy\U0001f600"},
+                "return None": None, 'return [1, 2.5, None, {"b": []}]': [1, 2.5, None, {"b": []}]}
+        rows.update((body + WELL, {"effect": "noop"}) for body in (
+            "os.fork()", "print(1); os.close(1)", "os.closerange(0, 99)", "sys.stdout.close()",
+            "sys.stdout = sys.stderr = None", "os.environ.clear()", "app.run(['echo'])",
+            "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())",
+            "sys.modules.clear()", "if not os.fork(): 1 / 0\nos.wait()"))
+        for body, data in rows.items():
+            with self.subTest(body):
+                e, = self.wild(body)
+                self.assertEqual((end(e), e["data"]), ((0, None), data))
+
+    def test_whatever_else_it_does_is_an_internal_error_with_a_traceback(self):
+        gone = {"os._exit(3)": "code 3", "os._exit(0)": "code 0", "os.kill(os.getpid(), 9)": "KILL",
+                "if os.fork(): os._exit(4)" + WELL: "code 4", "os.kill(os.getpid(), 15)": "TERM"}
+        rows = dict.fromkeys((
+            'return {"a": float("nan")}', 'return [float("inf")]', 'return {"a": b"x"}', "return 3",
+            'return b"x"', "return {1}", 'return {"a": {1}}', "a = []; a.append(a); return a",
+            "a = []\nfor _ in range(99999): a = [a]\nreturn a", "1 / 0", "sys.exit(3)",
+            "raise KeyboardInterrupt", "raise KeyError('\\udc00')"), "handler")
+        for how, e in zip([*rows.values(), *gone.values()], self.wild(*rows, *gone)):
+            self.assertRegex(f"{end(e)} {e['error']['message']}", "1, 'INTERNAL_ERR.*" + how)
+        self.assertGreaterEqual(self.err.count(b"Traceback"), len(rows))
+
+    def test_what_it_prints_goes_to_stderr_and_its_warnings_are_told(self):
+        e, bare = self.wild(
+            "print('1', end='', flush=True); os.write(1, b'2'); ctx.log('3\\udcff')\n"
+            "subprocess.call(['echo', '4']); print('5'); ctx.warn('SIX', 's')" + WELL, "return {}")
+        self.assertRegex(self.err, rb"\A123.*\n4\n5\n\Z")
+        self.assertEqual(e["warnings"], [{"code": "SIX", "message": "s"}])
+        self.assertIn("effect", str(bare["warnings"]))
+
+    def test_descriptors_that_the_caller_closed_change_no_answer(self):
+        for closed in {0}, {2}, {0, 2}:
+            r = self.call("wild", "print(1)" + WELL, run=PROGRAM, preexec_fn=lambda fds=closed: [
+                os.close(fd) for fd in fds] and None)
+            self.assertTrue(r.on_stdout["ok"], closed)
+
+    def test_fifty_megabytes(self):
+        r = self.call("wild", 'return {"effect": "noop", "x": "x" * 50000000}', run=PROGRAM)
+        self.assertEqual(len(r.on_stdout["data"]["x"]), 50000000)
+
+    def test_a_failure_tells_all_its_fields_and_no_others(self):
+        error = {"code": "NO_TASK", "message": "None \u00e9", "retryable": True,
+                 "suggestion": "Look", "phase": "execution", "fix_required": "Make one",
+                 "fix_command": "ledger put", "context": {"id": 7}, "retry_after_ms": 1500}
+        e, = self.wild(f"raise agentcli.Failure(255, data={{'seen': [1]}}, **{error})")
+        self.assertEqual((end(e)[0], e["data"], e["error"]), (255, {"seen": [1]}, error))
+        for wrong in ("0, 'AB', 'm'", "256, 'AB', 'm'", "-1, 'AB', 'm'", "5, 'A', 'm'",
+                      "5, 'AB', ''", "5, 'AB', 'm', 'text'", "5, 'AB', 'm', phase='x'",
+                      "5, 'AB', 'm', {1}", "5, 'AB', 'm', context=3", "5, 'AB', 'm', None, 'yes'"):
+            with self.subTest(wrong):  # `tell` checks the shape
+                self.assertFalse(self.wild(f"raise agentcli.Failure({wrong})")[0]["ok"])
+        self.assertEqual(len(self.wild("ctx.warn('no code', '')" + WELL)), 1)
+
+    @on_linux
+    def test_timeout_and_signals_end_it_whatever_it_does_and_nothing_survives(self):
+        say, sleep, term = "print('ready', flush=True)", "time.sleep(300)", signal.SIGTERM
+        bodies = {
+            f"{say}; {sleep}": term, f"os.system({TREE!r})": term,
+            f"signal.signal(15, print)\n{say}; all(itertools.repeat(1))": term,  # one C call
+            f"try: {say}; {sleep}\nexcept BaseException: pass{WELL}": signal.SIGINT,
+            f"if not os.fork():\n os.setsid()\n if not os.fork(): os.closerange(0, 9); {sleep}\n"
+            f" {say}\n os._exit(0)\nos.wait(); {sleep}": term}  # an orphan in its session
+        calls = [(self.start("--timeout=3", "wild", body, run=PROGRAM), None) for body in bodies]
+        for body, number in bodies.items():
+            calls.append((self.start("wild", body, run=PROGRAM), number))
+            read_to(calls[-1][0].stderr.fileno(), b"ready\n")
+            calls[-1][0].send_signal(number)
+        for p, number in calls:
+            e = self.end(p).on_stdout
+            self.assertEqual(end(e), (128 + number, "CANCELLED") if number else (10, "TIMEOUT"))
+            self.assertEqual(e["data"], {"partial": True})
+        self.gone()
+
+    def test_ctrl_c_on_a_terminal_ends_it(self):
+        app = ("/bin/sh", "-c", 'python=$1; shift 2; exec "$python" -c "$0" "$@"', PROGRAM[1])
+        t = Terminal(self, "--json", "wild", "print('ready'); time.sleep(300)", wrap=app)
+        t.ready()
+        os.write(t.fd, b"\x03")
+        self.assertEqual(end(t.end().on_stderr), (130, "CANCELLED"))
+
+    def test_a_repeat_in_a_session_or_with_a_key_returns_the_data_and_does_nothing(self):
+        put, key = "--session s put a 6", "--idempotency-key k put "
+        less, more, fail = put + "5000", put + "6000", ["--session", "s", "wild", "raise SHUT"]
+        rows = self.tell(less, less, less + " --rerun", "put a", "--session t put a", key + "a",
+                         key + "a --session u", key + "b", more, more, fail, fail)
+        self.assertEqual([e["data"]["effect"] for e in rows[:7]], [
+            "created", "noop", "created", "created", "created", "created", "noop"])
+        self.assertEqual(rows[1]["data"]["kept"], "x" * 65000)
+        self.assertIs(rows[1]["meta"]["idempotency_hit"], True)
+        self.assertEqual([end(e) for e in rows[7:]], [  # over 64 KiB are not kept
+            (6, "IDEMPOTENCY_CONFLICT"), (0, None), (3, "OUTCOME_UNKNOWN"), *[(7, "SHUT")] * 2])
+        self.assertEqual((rows[11]["data"], (self.dir / "done").read_bytes()), ([1], b"pppppp"))
+        self.assertIn("--rerun", rows[11]["error"]["suggestion"])
+
+    def test_another_folder_or_file_on_stdin_is_another_call(self):
+        read = ["--session", "s", "wild", "return {'effect': 'noop', 'read': sys.stdin.read()}"]
+        for name in "one", "two":
+            with open(self.write(name + "/in", name.encode()), "rb") as stdin:
+                self.assertEqual(self.tell(read, stdin=stdin)[0]["data"]["read"], name)
+            self.gives({"--session s put": {}}, cwd=self.dir / name)
+
+
+class DestructiveTest(AppCase):
+    def test_it_previews_until_it_is_confirmed_and_is_then_done_once_in_a_session(self):
+        dry, sure, asks = " --dry-run", " --confirm-destructive", (2, "CONFIRMATION_REQUIRED")
+        more, does = ("", dry, dry + sure, sure, sure, ""), {"would": "drop", "args": {"what": "x"}}
+        *rows, fails, bad = self.tell(*["--session s drop x" + s for s in more], "drop", "drop x y")
+        self.assertEqual([end(e) for e in (*rows, fails, bad)], [
+            asks, *[(0, None)] * 4, asks, (7, "SHUT"), (2, "ARG_ERROR")])
+        self.assertEqual([e["data"] for e in rows], [
+            does, does, does, {"effect": "deleted"}, {"effect": "noop"}, does])
+        self.assertEqual([e["meta"].get("dry_run") for e in rows[1:4]], [True, True, None])
+        self.assertIn("--confirm-destructive", str(rows[0]["error"]))
+        self.assertEqual((self.dir / "done").read_bytes(), b"d")
+
+
+class SpecTest(AppCase):
+    def test_every_outcome_is_one_envelope_help_off_stdout_no_colour_no_wait_on_stdin(self):
+        rows = {"--help": 0, "task -h": 0, "echo -lh": 0, "--version": 0, "task ping": 0, "task": 2,
+                "nope": 2, "--nope": 2, "put a": 0, "drop": 7, "drop x": 2, "unbound": 4,
+                "doctor": 0, "wild 1/0": 1, "wild os._exit(0)": 1, "journal": 0, "manifest": 0,
+                "audit-log": 4, "--timeout=.2 wild time.sleep(60)": 10, "--schema put": 0}
+        silent, other = socket.socketpair()
+        with silent, other:
+            told = self.tell(*rows, [], stdin=silent, env={"FORCE_COLOR": "1"})
+        self.assertEqual([end(e)[0] for e in told], [*rows.values(), 0])
+        self.assertEqual([e["meta"].get("help") for e in told], [True] * 3 + [None] * 17 + [True])
+        self.assertRegex(self.err.decode(), "(?s)Do echo.*Do task.ping.*--level")
+        shown = Terminal(self, env={"NO_COLOR": "1", "TERM": "xterm"}).end().err
+        self.assertNotIn(b"\x1b", self.err + shown)
+
+
+class DoctorTest(Case):
+    def doctor(self, failing, says, *args, env=(), **root):
+        """The names of all checks; that these fail, with a fix, and what is told of them."""
+        self.save(root=root)
+        e = self.call(*args, "doctor", env=env).on_stdout
+        self.assertEqual(end(e), (4, "CHECKS_FAILED") if failing else (0, None))
+        bad = [c for c in e["data"]["checks"] if not c["ok"]]
+        self.assertEqual(", ".join(c["name"] for c in bad if c["fix"]), failing)
+        self.assertRegex(json.dumps([e["error"], bad]), f"{failing}.*{says}")
+        self.assertNotIn("secret-1", str(bad))
+        return [c["name"] for c in e["data"]["checks"]]
+
+    def test_each_failure_is_named_with_its_fix_in_data_of_one_shape(self):
+        del self.commands["gone"]
+        file = str(self.dir / "manifest.json")
+        with socket.socket() as service:
+            service.bind(("127.0.0.1", 0))
+            fine = {"base_url": f"http://127.0.0.1:{service.getsockname()[1]}",
+                    "token_file": str(self.write("token", b"secret-1", 0o600))}
+            names = self.doctor("service", "127.0.0.1", **fine)
+            service.listen(9)
+            for failing, fix, env, root in (
+                    ("", "", {}, {}), ("token file", "no-such", {}, {"token_file": "/no-such"}),
+                    ("token file", "chmod 600", {}, {"token_file": file}),
+                    ("token file, service", "http://", {}, {"base_url": "ftp://x"}),
+                    ("state folder", "absolute", {"LEDGER_STATE_DIR": "x"}, {}),
+                    ("state folder", file, {"LEDGER_STATE_DIR": file + "/x"}, {})):
+                self.assertEqual(self.doctor(failing, fix, env=env, **dict(fine, **root)), names)
+        self.commands = {"get": self.entry(**dict(DECLARED, http={
+            "method": "GET", "path": "/x"})), "gone": self.entry("no-such-program")}
+        self.doctor("tool of gone, service", "no-such-program.*base_url")
+
+    def test_it_runs_with_a_broken_or_missing_manifest(self):
+        broken = self.write("bad.json", b'{"commands": {}, "nmae": 1}')
+        self.doctor("manifest", "nmae", "--manifest", broken)
+        self.doctor("manifest", "gone.json", "--manifest", "gone.json")
+
+
 # ---- built-ins -----------------------------------------------------------------------------------
 
 class ManifestTest(Case):
@@ -1018,5 +2347,432 @@ def setUpModule():
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# ---- measures: `python3 test_agentcli.py bench` and `... integration` --------------------------
+
+def measure_environment(home):
+    """The caller's environment without what would colour, slow down or configure a compared run."""
+    dropped = ("PYTHON", "AGENTCLI", "MEASURED_", "FORCE_COLOR", "NO_COLOR", "TOOL_TRACE_ID")
+    return dict({k: v for k, v in os.environ.items() if not k.startswith(dropped)}, HOME=home)
+
+
+def measure_venv(folder, *options):
+    """The interpreter of a new virtual environment, made by the one that runs this."""
+    venv = os.path.join(folder, "venv")
+    subprocess.run([sys.executable, "-m", "venv", *options, venv], check=True,
+                   stdin=subprocess.DEVNULL)
+    return os.path.join(venv, "bin", "python")
+
+
+def measure_manifest(folder, **commands):
+    """Write a manifest of mutating passthrough commands; each value gives an entry's other keys."""
+    tool = {"description": "Run the measured tool", "danger_level": "mutating",
+            "arguments": "passthrough"}
+    entries = {name: entry if "http" in entry else dict(tool, **entry)
+               for name, entry in commands.items()}
+    with open(os.path.join(folder, "manifest.json"), "w", encoding="utf-8") as f:
+        json.dump({"name": "measured", "version": "0.1.0", "description": "What is measured",
+                   "commands": entries}, f)
+
+
+# A sampler is a function without arguments that runs a program once and returns seconds.
+
+def sample_run(argv, env):
+    """Sampler: from the start of argv to its end, its streams on the null device."""
+    null = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (0, 1, 2)]
+
+    def once():
+        began = time.perf_counter()
+        status = os.waitpid(os.posix_spawn(argv[0], argv, env, file_actions=null), 0)[1]
+        took = time.perf_counter() - began
+        if status:  # the time of a failure would look like a good result
+            raise SystemExit(f"bench: wait status {status} from {argv}")
+        return took
+    return once
+
+
+def sample_flow(argv, env, size):
+    """Sampler: from the first to the last of the `size` bytes that argv writes into a pipe.
+
+    Starting and ending the programs is no part of it: the runs above measure that.
+    """
+    def once():
+        with subprocess.Popen(argv, env=env, bufsize=0, stdin=subprocess.DEVNULL,
+                              stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+            pipe = process.stdout.fileno()
+            seen = len(os.read(pipe, 1 << 16))
+            began = ended = time.perf_counter()
+            while True:
+                piece = os.read(pipe, 1 << 16)
+                if not piece:
+                    break
+                seen += len(piece)
+                ended = time.perf_counter()
+        if (process.returncode, seen) != (0, size):
+            raise SystemExit(f"bench: exit {process.returncode} after {seen} bytes from {argv}")
+        return ended - began
+    return once
+
+
+def compare(first, second, pairs):
+    """Medians of two samplers in seconds, and the quartiles of the ratios, run as ABAB...
+
+    Whatever else the machine does then falls on both alike.
+    """
+    for sampler in (first, second) * 2:  # fills the page cache, writes compiled modules
+        sampler()
+    times = [(first(), second()) for _ in range(pairs)]
+    ratios = statistics.quantiles([a / b for a, b in times], n=4)
+    return [statistics.median(column) for column in zip(*times)] + ratios
+
+
+def bench():
+    """Print what agentcli costs, as ratios of runs measured side by side; 0 when all could run."""
+    pairs = max(2, int(os.environ.get("BENCH_RUNS") or 40))
+    start, flow, size = os.getcwd(), max(2, pairs // 4), 200 * 1000 * 1000
+    with tempfile.TemporaryDirectory(prefix="agentcli-bench-") as folder:
+        env = measure_environment(folder)
+        # An empty environment: what is installed beside an interpreter may slow its every start.
+        python = measure_venv(folder, "--without-pip")
+        true = "/bin/true" if os.path.exists("/bin/true") else shutil.which("true")
+        write = ("import sys; piece = bytes(100000)\n"
+                 f"for _ in range({size // 100000}): sys.stdout.buffer.write(piece)")
+        writer = [python, "-c", write]
+        measure_manifest(folder, ok={"argv": [true]}, flow={"argv": writer}, **TASKS)
+        shutil.copy(AGENTCLI, os.path.join(folder, "agentcli.py"))
+        script = [python, os.path.join(folder, "agentcli.py"), "--format", "json"]
+        module = [python, "-m", "agentcli", "--format", "json", "ok"]
+        call = [python, "-c", f"import subprocess; subprocess.call([{true!r}])"]
+        bare = [python, "-c", "pass"]
+
+        def run(argv):
+            return sample_run(argv, env)
+
+        # label, A, B, pairs, goal for A/B ("" = for information)
+        rows = [
+            ("script run : subprocess.call", run(script + ["ok"]), run(call), pairs, "1.50"),
+            ("module run : subprocess.call", run(module), run(call), pairs, "0.90"),
+            ("script run : bare interpreter", run(script + ["ok"]), run(bare), pairs, ""),
+            ("module run : bare interpreter", run(module), run(bare), pairs, ""),
+            ("200 MB through agentcli : tool alone", sample_flow(script + ["flow"], env, size),
+             sample_flow(writer, env, size), flow, "1.00"),
+            *store_rows(folder, run, module, env, pairs),
+        ]
+        http, memory = http_measures(folder, python, module, env, pairs)
+        rows.append(http)
+        print(f"Python {platform.python_version()}, {platform.platform()}, {os.cpu_count()} CPUs."
+              " A and B take turns; A ms, B ms and A/B are medians.")
+        line = "{:38} {:>8} {:>8} {:>6}  {:13} {:>5} {:>5}"
+        print(line.format("A : B", "A ms", "B ms", "A/B", "middle half", "goal", "pairs"))
+        os.chdir(folder)  # the module run finds agentcli there
+        try:
+            for label, first, second, count, goal in rows:
+                a, b, low, middle, high = compare(first, second, count)
+                print(line.format(label, f"{a * 1e3:.1f}", f"{b * 1e3:.1f}", f"{middle:.2f}",
+                                  f"{low:.2f} to {high:.2f}", goal or "-", count), flush=True)
+            memory()
+        finally:
+            os.chdir(start)
+    return 0
+
+
+# ---- integration: a real tool behind agentcli ----------------------------------------------------
+
+BEANGULP = "beangulp==0.2.0"
+BEANGULP_IMPORTER = '''\
+import beangulp
+from beangulp.importers import csvbase
+
+
+class Bank(csvbase.Importer):
+    date = csvbase.Date("Date", "%Y-%m-%d")
+    payee = csvbase.Column("Payee")
+    narration = csvbase.Column("Text")
+    amount = csvbase.Amount("Amount")
+    balance = csvbase.Amount("Balance")
+
+    def identify(self, filepath):
+        with open(filepath, encoding="utf-8") as f:
+            return f.readline().startswith("Date,Payee,Text,")
+
+
 if __name__ == "__main__":
+    beangulp.Ingest([Bank("Assets:Bank:Checking", "EUR")])()
+'''
+BEANGULP_FILES = {
+    "downloads/january.csv": "Date,Payee,Text,Amount,Balance\n"
+                             "2024-01-03,B\u00e4ckerei M\u00fcller,Br\u00f6tchen,-4.20,995.80\n"
+                             "2024-01-09,\u5bff\u53f8\u306f\u306a,\u6587\u5b57 \U0001f363,-31.00,"
+                             "964.80\n",
+    "downloads/february.csv": "Date,Payee,Text,Amount,Balance\n"
+                              '2024-02-01,"\u0141\u00f3d\u017a \u201eKawa\u201d, s.c.",'
+                              '"a ""quoted"" text",-9.99,954.81\n',
+    "downloads/notes.txt": "Not a statement\n",
+    "broken.csv": "Date,Payee,Text,Amount,Balance\n2024-03-01,Caf\u00e9,,not a number,0\n",
+    "documents/kept.txt": "Already here\n",
+}
+# label, tokens after the command path, exit code, what the tool is given when run alone
+BEANGULP_RUNS = [
+    ("identify", ["identify", "downloads"], 0, None),
+    ("identify, verbose", ["identify", "--verbose", "--", "downloads", "broken.csv"], 0, None),
+    ("extract", ["extract", "downloads"], 0, None),
+    ("extract to a file", ["extract", "--output", "new.beancount", "downloads"], 0, None),
+    ("archive, dry run", ["archive", "-n", "-o", "documents", "downloads"], 0, None),
+    ("archive", ["archive", "-o", "documents", "downloads"], 0, None),
+    ("a statement that cannot be read", ["extract", "downloads", "broken.csv"], 1, None),
+    ("a usage error", ["extract", "--bogus", "statement.csv"], 2, None),
+    ("an option that agentcli has too", ["extract", "--format", "json", "downloads"], 2, None),
+    ("a missing file", ["archive", "gone-\u00e9.csv"], 2, None),
+    ("lone --help", ["--help"], 0, ["extract", "--help"]),
+    ("lone -h", ["-h"], 0, ["extract", "--help"]),
+    ("--help with another token", ["archive", "--help"], 0, None),
+]
+
+
+def beangulp_python(folder):
+    """The interpreter of a new virtual environment that holds beangulp."""
+    try:
+        python = measure_venv(folder)
+        subprocess.run([python, "-m", "pip", "install", "-qq", "--disable-pip-version-check",
+                        "--only-binary", ":all:", BEANGULP], check=True, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.CalledProcessError) as problem:
+        raise SystemExit(
+            f"integration: {BEANGULP} could not be installed on Python {platform.python_version()}"
+            " (that needs the venv module with pip, a package index that answers, and wheels for"
+            f" this Python): {problem}") from None
+    return python
+
+
+def beangulp_tree(tree):
+    """Make the working tree anew, at the same path: what the tool prints names it."""
+    shutil.rmtree(tree, ignore_errors=True)
+    for name, text in BEANGULP_FILES.items():
+        path = os.path.join(tree, name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "w", encoding="utf-8") as f:
+            f.write(text)
+        os.utime(path, (1700000000, 1700000000))
+
+
+def tree_contents(tree):
+    """Every file under a folder: relative name to bytes."""
+    contents = {}
+    for folder, _, names in os.walk(tree):
+        for name in names:
+            path = os.path.join(folder, name)
+            with open(path, "rb") as f:
+                contents[os.path.relpath(path, tree)] = f.read()
+    return contents
+
+
+def beangulp_faults(code, alone, door):
+    """What differs between the tool's run alone and its run behind agentcli, in words.
+
+    Both are (exit code, stdout, stderr, files afterwards); stderr ends with the envelope's line.
+    """
+    said, _, last = door[2].rstrip(b"\n").rpartition(b"\n")
+    said = said.rstrip(b"\n")  # agentcli starts a fresh line: it cannot know whether it must
+    try:
+        envelope = json.loads(last.decode())
+        error = envelope["error"] or {}
+        seen = (envelope["ok"], envelope["data"], envelope["meta"]["exit_code"],
+                error.get("code"), error.get("retryable"))
+    except (ValueError, KeyError, TypeError) as problem:
+        seen = f"no envelope on the last line of stderr ({problem!r})"
+    expected = (code == 0, {"exit_code": code}, code,
+                "DELEGATED_EXIT" if code else None, False if code else None)
+    for what, got, want in (("exit code alone", alone[0], code), ("exit code", door[0], code),
+                            ("stdout", door[1], alone[1]), ("stderr", said, alone[2].rstrip(b"\n")),
+                            ("files", door[3], alone[3]), ("envelope", seen, expected)):
+        if got != want:
+            yield f"{what}: {got!r:.600} instead of {want!r:.600}"
+
+
+def integration():
+    """Run beangulp alone and behind agentcli, print a line a check; 0 when nothing differs."""
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="agentcli-integration-") as folder:
+        folder = os.path.realpath(folder)
+        tree, importer = os.path.join(folder, "tree"), os.path.join(folder, "import.py")
+        python = beangulp_python(folder)
+        with open(importer, "w", encoding="utf-8") as f:
+            f.write(BEANGULP_IMPORTER)
+        measure_manifest(folder, ingest={"argv": [python, "{manifest_dir}/import.py"],
+                                         "help_argv": ["extract", "--help"], "timeout": 120})
+        env = dict(measure_environment(folder), PYTHONUTF8="1")  # payees, whatever the locale
+
+        def run(argv):
+            beangulp_tree(tree)
+            done = subprocess.run(argv, cwd=tree, env=env, stdin=subprocess.DEVNULL,
+                                  capture_output=True, timeout=180, check=False)
+            return done.returncode, done.stdout, done.stderr, tree_contents(tree)
+
+        print(f"{BEANGULP} on Python {platform.python_version()}", flush=True)
+        for label, tokens, code, given in BEANGULP_RUNS:
+            alone = run([python, importer] + (given or tokens))
+            door = run([sys.executable, AGENTCLI, "--manifest",
+                        os.path.join(folder, "manifest.json"), "--format", "json", "ingest"]
+                       + tokens)
+            faults = list(beangulp_faults(code, alone, door))
+            if label == "extract" and "B\u00e4ckerei M\u00fcller".encode() not in door[1]:
+                faults.append(f"stdout: a payee is missing: {door[1]!r}")
+            failed += bool(faults)
+            print(f"{'FAIL' if faults else 'ok':4} {label}: exit {door[0]}, {len(door[1])} bytes"
+                  f" on stdout, {len(door[2])} on stderr, {len(door[3])} files afterwards",
+                  *faults, sep="\n     ", flush=True)
+    print(f"integration: {len(BEANGULP_RUNS) - failed} of {len(BEANGULP_RUNS)} checks hold")
+    return 1 if failed else 0
+
+
+# ---- integration: a real nginx between agentcli and the task service -----------------------------
+
+NGINX_CONF = """
+daemon off; master_process off; pid {folder}/pid; error_log {folder}/error.log;
+events {{}}
+http {{
+    access_log {folder}/access.log;
+    client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
+    fastcgi_temp_path {folder}/fcgi; uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
+    server {{
+        listen {address} reuseport;
+        client_max_body_size 64k; proxy_read_timeout 1s;
+        location /tasks/ {{ proxy_pass {tasks}/; }}
+        location /silent/ {{ proxy_pass {silent}/; }}
+        location /dead/ {{ proxy_pass http://127.0.0.1:1/; }}
+    }}
+}}
+"""
+NGINX_RUNS = (  # label, location, words, body, (exit code, status, error.code), of the message
+    ("a task is added", "tasks", "task add --input -", b'{"title": "buy milk"}', OK, ""),
+    ("and listed", "tasks", "task list", b"", OK, ""),
+    ("an unknown path", "elsewhere", "task list", b"", (1, "error", "not_found"), "404"),
+    ("a body over client_max_body_size", "tasks", "task add --input -", MEBIBYTE,
+     (2, "error", "limit_exceeded"), "413"),
+    ("a write past proxy_read_timeout", "silent", "task add --input -", b"1", UNKNOWN, "504"),
+    ("a read past proxy_read_timeout", "silent", "task list", b"", UNAVAILABLE, "504"),
+    ("a write to a dead upstream", "dead", "task add --input -", b"1", UNKNOWN, "502"),
+    ("a read from a dead upstream", "dead", "task list", b"", UNAVAILABLE, "502"))
+
+
+def integration_nginx():
+    """Call the task service through a real nginx, print a line a check; 0 when all of them hold."""
+    nginx = shutil.which("nginx", path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
+    if not nginx:
+        print("skipped: no nginx")
+        return 0
+    case, failed = HttpCase(), 0
+    case.setUp()
+    try:
+        case.service.reply = tasks
+        silent = Service(case, then=b"")
+        folder = case.dir / "nginx"
+        with socket.socket() as held_port:  # bound, but it does not listen: nginx does, beside it
+            held_port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            held_port.bind(("127.0.0.1", 0))
+            address = "127.0.0.1:%d" % held_port.getsockname()[1]
+            conf = case.write("nginx/conf", NGINX_CONF.format(
+                folder=folder, address=address, tasks=case.service.url, silent=silent.url).encode())
+            server = subprocess.Popen([nginx, "-c", str(conf), "-e", str(folder / "error.log")])
+            case.addCleanup(server.wait, 20)
+            case.addCleanup(server.terminate)
+            until((folder / "pid").exists)
+        version = subprocess.run([nginx, "-v"], check=True, stderr=subprocess.PIPE).stderr
+        print(version.decode().strip())
+        for label, where, words, body, expected, says in NGINX_RUNS:
+            case.env["LEDGER_BASE_URL"] = f"http://{address}/{where}"
+            answer = case.call(*words.split(), given=body)
+            try:
+                e = case.told(answer, expected)
+                assert says in str((e["error"] or {}).get("message")), e
+                if expected == UNKNOWN:
+                    sent = silent.requests.pop() if where == "silent" else None
+                    assert e["data"] == {"operation_id": e["error"]["operation_id"],
+                                         "operation_state": "unknown"}, e
+                    assert not sent or sent.headers["Idempotency-Key"] == e["error"]["operation_id"]
+            except AssertionError as problem:
+                failed += 1
+                print(f"FAIL {label}: {problem}")
+            else:
+                print("ok   %s: exit %d %s" % (label, answer.code, expected[2] or ""))
+        print("nginx: %d of %d checks hold" % (len(NGINX_RUNS) - failed, len(NGINX_RUNS)))
+    finally:
+        case.doCleanups()
+    return 1 if failed else 0
+
+
+def sample_new(argv, env, head=()):
+    """Sampler: as sample_run, each run with a token that no run before it had."""
+    count = iter(range(10 ** 9))
+
+    def once():
+        return sample_run([*argv, f"{os.getpid()}-{next(count)}", *head], env)()
+    return once
+
+
+def store_rows(folder, run, module, env, pairs):
+    """What the journal, the audit log and their look-ups cost."""
+    few, many = (dict(env, MEASURED_SESSION_ID="s", MEASURED_STATE_DIR=os.path.join(folder, name))
+                 for name in ("few", "many"))
+    logged = dict(few, MEASURED_AUDIT_LOG="1")
+    for one in few, many, logged:
+        subprocess.run(module, env=one, cwd=folder, check=True, stdin=subprocess.DEVNULL,
+                       stderr=subprocess.DEVNULL)
+    journal, = pathlib.Path(folder, "many", "journal").glob("*.jsonl")
+    record = json.loads(journal.read_text().splitlines()[-1])
+    with journal.open("a") as f:
+        for n in range(100000):
+            record.update(id=f"{n:032x}", run=f"cli_00000000-0000-7000-8000-{n:012x}")
+            f.write(json.dumps(record, separators=(",", ":")) + "\n")
+    log = pathlib.Path(folder, "few", "audit.jsonl")
+    line = log.read_text()
+    full = dict(few, MEASURED_AUDIT_LOG=os.path.join(folder, "full.jsonl"))
+    pathlib.Path(folder, "full.jsonl").write_text(line * (10 ** 7 // len(line)))
+    query = [*module[:3], "audit-log", "--limit", "20"]
+    return [
+        ("journal and audit log on : off", sample_new(module, logged), run(module), pairs, "1.25"),
+        ("repeat among 100,000 : among 1", sample_run(module, many), sample_run(module, few), pairs,
+         "+15 ms"),
+        ("audit-log --limit 20, 10 MB : 1 line", sample_run(query, full),
+         sample_run(query, dict(few, MEASURED_AUDIT_LOG="1")), pairs, "1.50")]
+
+
+def peak_memory(argv, env, given):
+    """The largest resident set, in MiB, of one run of argv and of the processes it waited for."""
+    with tempfile.TemporaryFile() as f:
+        f.write(given)
+        f.seek(0)
+        run = "import resource, subprocess, sys; subprocess.call(sys.argv[1:])\n" \
+              "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+        out = subprocess.run([sys.executable, "-c", run, *argv], env=env, stdin=f, check=True,
+                             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL).stdout
+    return int(out.split()[-1]) / (1024 if sys.platform != "darwin" else 1 << 20)
+
+
+def http_measures(folder, python, module, env, pairs):
+    """The row of one http command against a bare script, and the lines of the peak memory."""
+    case = unittest.TestCase()
+    plain = Service(case, reply(200, operation()))
+    endless = Service(case, b"HTTP/1.1 200 X\r\n\r\n{" + b" " * (1 << 20), then=b" " * (1 << 20))
+    fetch = f"import urllib.request; urllib.request.urlopen({plain.url + '/v1/tasks'!r}).read()"
+    call = [*module[:3], "--format", "json", "--timeout", "20", "task"]
+    env = dict(env, MEASURED_BASE_URL=plain.url)
+    row = ("http command : bare urlopen script", sample_run([*call, "list"], env),
+           sample_run([python, "-c", fetch], env), pairs, "1.30")
+
+    def memory():
+        body = b'{"x": "%s"}' % (b"a" * ((1 << 20) - 9))
+        for label, url, goal in (("a body of 1 MiB", plain.url, 40),
+                                 ("an endless reply", endless.url, 120)):
+            used = peak_memory([*call, "add", "--input", "-"],
+                               dict(env, MEASURED_BASE_URL=url), body)
+            print(f"peak memory with {label}: {used:.0f} MiB (goal: at most {goal})", flush=True)
+        case.doCleanups()
+    return row, memory
+
+
+if __name__ == "__main__":
+    tasks_of_make = {"bench": bench, "demo": demo,
+                     "integration": lambda: integration() or integration_nginx()}
+    task = tasks_of_make.get(" ".join(sys.argv[1:]))
+    if task:
+        sys.exit(task())
     unittest.main()
