@@ -851,14 +851,43 @@ def value_in(tokens: "Sequence[str]", name: str) -> "Optional[str]":
                  if token == name or token.startswith(name + "=")), None)
 
 
+def exact_options(tokens: "Sequence[str]",
+                  flags: "Json") -> "Optional[Tuple[Dict[str, List[Any]], List[str]]]":
+    """What parse_options gives, for whole long options with plain values only; None for others.
+
+    `--format json x` gives ({"format": ["json"]}, ["x"]); `-V` and `--session -x` give None.
+    """
+    found: Dict[str, List[Any]] = {}
+    rest: List[str] = []
+    waiting = iter(tokens)
+    for token in waiting:
+        name, equals, value = token[2:].partition("=")
+        spec = flags.get(name) if token[:2] == "--" else None
+        if token[:1] != "-":
+            rest.append(token)
+        elif spec and spec["type"] == "boolean" and not equals:
+            found.setdefault(name, []).append(True)
+        elif spec and spec["type"] != "boolean":
+            text = value if equals else next(waiting, "-")
+            if not equals and text[:1] == "-":
+                return None
+            found.setdefault(name, []).append(text)
+        else:
+            return None
+    return found, rest
+
+
 def parse_options(tokens: "Sequence[str]",
                   flags: "Json") -> "Tuple[Dict[str, List[Any]], List[str]]":
     """The values of each option among tokens, in order, and the tokens that are none.
 
-    argparse finds them; what it says varies between Python versions, so the sentences are ours.
+    argparse finds them, and what is wrong with them; what it says varies between Python versions,
+    so the sentences are ours. It is loaded only where the exact forms do not do: its import would
+    be the dearest part of a plain call.
     """
-    if not any(token[:1] == "-" for token in tokens):
-        return {}, list(tokens)
+    exact = exact_options(tokens, flags)
+    if exact:
+        return exact
     import argparse
 
     vars(argparse)["_"] = str  # no look-up of a translation, which imports locale
@@ -867,8 +896,11 @@ def parse_options(tokens: "Sequence[str]",
         def error(self, message: str) -> "NoReturn":
             name = str(getattr(sys.exc_info()[1], "argument_name", message)).partition("/")[0]
             spec = flags.get(name[2:])
-            takes = "takes no value" if spec and spec["type"] == "boolean" else "needs a value"
-            raise argument_error(f"{name} {takes}")
+            boolean = spec and spec["type"] == "boolean"
+            letter = re.search("'(.)", message)
+            if boolean and letter and not any(token.startswith(name + "=") for token in tokens):
+                raise argument_error(f"There is no option -{letter[1]} here")  # -lz, and no -z
+            raise argument_error(f"{name} {'takes no value' if boolean else 'needs a value'}")
 
     parser = Parser(  # a width given keeps argparse from importing shutil to find one
         add_help=False, allow_abbrev=False, usage="",
@@ -1027,9 +1059,11 @@ def _check_arguments(call: Call, command: Command, texts: "Sequence[str]") -> No
         variable = next((name for name in names if os.environ.get(name)), "")
         if name not in args and variable:
             text = os.environ[variable]
-            args[name] = [text] if spec["type"] == "array" else \
-                text not in ("0", "false") if spec["type"] == "boolean" else \
-                convert(text, spec, variable)
+            if spec["type"] == "boolean":
+                spec = dict(spec, type="enum", enum_values=["true", "1", "false", "0"])
+                args[name] = convert(text, spec, variable) in ("true", "1")
+            else:
+                args[name] = [text] if spec["type"] == "array" else convert(text, spec, variable)
         elif name not in args and "default" in spec:
             args[name] = spec["default"]
     needed = [("--" + name, name, spec) for name, spec in command.flags().items()]
@@ -1874,8 +1908,10 @@ def fork_child(call: Call, page: SharedPage, work: "Callable[[], Json]", own_gro
     try:
         if own_group:
             _send(os.setpgid, 0, 0)
-        for signo in (signal.SIGCHLD, signal.SIGWINCH):
-            signal.signal(signo, signal.SIG_DFL)
+        for signo in (signal.SIGCHLD, signal.SIGWINCH, *ENDING_SIGNALS):
+            if callable(signal.getsignal(signo)):  # no handler of the embedding program's
+                signal.signal(signo, signal.default_int_handler if signo == signal.SIGINT
+                              else signal.SIG_DFL)
         name, _, value = marker_of(call).partition("=")
         os.environ[name] = value
         os.dup2(2, 1)
@@ -2807,7 +2843,10 @@ class App:
         for signo in (signal.SIGCHLD, signal.SIGWINCH):
             # A BSD kernel drops a blocked signal whose default is to be ignored, and if the caller
             # ignores CHLD the kernel reaps the tool unseen. The handler is never run.
-            if signo == signal.SIGCHLD or signal.getsignal(signo) == signal.SIG_DFL:
+            in_main = "threading" not in sys.modules or \
+                sys.modules["threading"].current_thread() is sys.modules["threading"].main_thread()
+            if in_main and signal.getsignal(signo) in (signal.SIG_DFL, *[signal.SIG_IGN] * (
+                    signo == signal.SIGCHLD)):
                 handlers[signo] = signal.signal(signo, lambda *_: None)
         try:
             return report(call, answer(call))

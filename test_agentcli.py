@@ -2084,7 +2084,7 @@ class DeclaredTest(AppCase):
         rows.update({
             "echo --level mid": "--level.*low.*high", "echo --code abcd": "--code", "echo -z": "-z",
             "need": "what", "echo a b": "n must", "echo a 2 third": "third", "strict": "SIZE must",
-            "need x": "--must", "need x --must": "--must needs a value", "echo -lz": "takes no value",
+            "need x": "--must", "need x --must": "--must needs a value", "echo -lz": "no option -z",
             "need x --mus=x": "--mus ", "echo --loud=yes": "--loud.*no value", "put x y": "n must",
             "--version=1": "--version.*no value", "echo -g a --greet b": "--greet.*twice",
             "put --dry-run": "--dry-run", "task ping --idempotency-key k": "--idempotency-key",
