@@ -327,7 +327,7 @@ def parse_json(data: bytes, huge: bool = False) -> "Any":
 
     def refuse(token: str, what: str = "is not JSON") -> "NoReturn":
         tokens = re.finditer(r'"(?:[^"\\]|\\.)*"|[^\s,:{}\[\]"]+', text)  # a string may hold it too
-        at = next(match.start() for match in tokens if match[0] == token)
+        at = next((match.start() for match in tokens if match[0] == token), text.find(token))
         raise ValueError(f"{token[:20]} {what}: line {text.count(chr(10), 0, at) + 1}")
 
     def number(token: str) -> float:
@@ -341,9 +341,11 @@ def parse_json(data: bytes, huge: bool = False) -> "Any":
     def unique(pairs: "List[Tuple[str, Any]]") -> "Json":
         found = dict(pairs)
         if len(found) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"the key {json.dumps(twice)} occurs twice in one object")
+            seen: Set[str] = set()
+            for name, _ in pairs:
+                if name in seen:
+                    raise ValueError(f"the key {json.dumps(name)} occurs twice in one object")
+                seen.add(name)
         return found
 
     try:
@@ -594,7 +596,11 @@ class Command:
 
     def flags(self) -> "Dict[str, Json]":
         """The command's own flags: those that it declares and those that its kind brings."""
-        flags = dict(self.entry.get("flags") or {})
+        return dict(self.entry.get("flags") or {}, **self.brought())
+
+    def brought(self) -> "Dict[str, Json]":
+        """The flags that the kind of command brings along."""
+        flags: Dict[str, Json] = {}
         if self.kind == "http" and self.entry["http"].get("input", "none") != "none":
             flags["input"] = flag("string", "The JSON body: - for stdin, or a file's path")
             flags["input"]["required"] = self.entry["http"]["input"] == "required"
@@ -614,8 +620,10 @@ class Command:
         if self.path.split(".")[0] in BUILTINS:
             faults.append("it is a built-in command's name")
         if kind == "passthrough":
+            empty: Json = {"flags": {}, "positionals": []}
             faults += [f'a passthrough command may not declare "{key}": {why}'
-                       for key, why in _NOT_PASSTHROUGH.items() if entry.pop(key, None)]
+                       for key, why in _NOT_PASSTHROUGH.items()
+                       if key in entry and entry.pop(key) != empty.get(key, key)]
             if entry.get("option_placement") == "any":
                 faults.append('"option_placement" is "strict" for every passthrough command')
             if entry.get("danger_level") == "destructive":
@@ -626,14 +634,15 @@ class Command:
             faults += [f'"http": {fault}' for fault in _shape_faults(
                 entry["http"], _HTTP_KEYS, ("method", "path"))]
         if kind != "passthrough" and isinstance(entry.get("flags", {}), dict) \
-                and isinstance(entry.get("positionals", []), list):
+                and isinstance(entry.get("positionals", []), list) \
+                and isinstance(entry.get("http", {}), dict) and "danger_level" in entry:
             faults += self._argument_faults(app)
         return [f'command "{self.path}": {fault}' for fault in faults]
 
     def _argument_faults(self, app: "App") -> "List[str]":
         """Every rule that the flags, the positionals and the placeholders of a path break."""
         declared: Json = self.entry.get("flags") or {}
-        brought = set(app.flags) | {"operation-id", "input", "dry-run", "confirm-destructive"}
+        taken = set(app.flags) | set(self.brought())
         letters = {spec.get("short") for spec in app.flags.values()}
         names: Dict[str, bool] = {}
         faults: List[str] = []
@@ -655,9 +664,9 @@ class Command:
 
         for name, spec in declared.items():
             where = f'flag "{name}"'
-            if not _NAME[0](name) or len(name) < 2:
+            if not _NAME[0](name):
                 faults.append(f"{where}: the name must be lower-case words in kebab-case")
-            if name in brought:
+            if name in taken:
                 faults.append(f"{where}: is a global option's name, or one that agentcli brings")
             letter = check(where, spec, _FLAG_KEYS).get("short")
             if letter and letter in letters:
@@ -666,7 +675,7 @@ class Command:
         for spec in self.positionals:
             name = str(spec.get("name") if isinstance(spec, dict) else spec)
             if check(f'positional "{name}"', spec, _POSITIONAL_KEYS, "name"):
-                if name in names or name in declared:
+                if name in names or name in declared or name in self.brought():
                     faults.append(f'positional "{name}": the name is taken')
                 if spec["required"] and not all(names.values()):
                     faults.append(f'positional "{name}": follows an optional one; require none')
@@ -699,7 +708,7 @@ def find_manifest(given: "Optional[str]") -> str:
     Raises Failure (INVALID_MANIFEST) when there is none. Never the current directory: a repository
     that is only visited must not choose what runs.
     """
-    if given:
+    if given is not None:
         try:
             return os.path.abspath(given)
         except OSError:  # a relative path in a current directory that was deleted
@@ -722,8 +731,8 @@ def load(path: str, app: "Optional[App]" = None) -> "App":
     Raises Failure (exit 2, INVALID_MANIFEST) with every fault of the file in one answer.
     """
     script, app = app is not None, app or App()
-    app.source, app.folder = path, os.path.dirname(os.path.abspath(path))
     try:
+        app.source, app.folder = path, os.path.dirname(os.path.abspath(path))
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise OSError(errno.EINVAL, "it is not a regular file")
@@ -846,7 +855,7 @@ def split_command_line(argv: "Sequence[str]", commands: "Dict[str, Command]",
 
 def value_in(tokens: "Sequence[str]", name: str) -> "Optional[str]":
     """The value of --name among option tokens that nobody has checked yet, or None."""
-    return next((token[len(name) + 1:] if token != name else "".join(tokens[at + 1:at + 2])
+    return next((token[len(name) + 1:] if token != name else (list(tokens) + [None])[at + 1]
                  for at, token in enumerate(tokens)
                  if token == name or token.startswith(name + "=")), None)
 
@@ -969,15 +978,23 @@ def parse(call: Call) -> "Callable[[Call], Outcome]":
     wanted = "json" * ("--json" in tokens) or value_in(tokens, "--format") or app.setting("FORMAT")
     call.format = wanted if wanted in ("json", "text") else call.format
     leading = split_command_line(call.argv, {}, app.flags)[0]
-    shown = set(leading if app.broken else tokens)  # with no command known, more may be a tool's
+    mistyped = not command and rest[:1] != [] and rest[0][:1] != "-"
+    shown = set(leading if app.broken or mistyped else tokens)  # more may be meant for a tool
     if shown & {"--help", "-h"}:
         return show_help
     if shown & {"--version", "-V"}:
         return show_version
     if app.broken and not (command and command.path == "doctor"):
         raise app.broken
+    if mistyped and not any(token[:1] == "-" for token in parse_options(leading, flags)[1]):
+        raise _unknown_command(call, rest[:1])
     if command and command.path != "doctor":
-        call.audit = audit_log_of(app)
+        try:
+            call.audit = audit_log_of(app)
+        except Failure as failure:
+            if failure.error["code"] != "STATE_UNAVAILABLE":
+                raise
+            call.warn("AUDIT_LOG_UNAVAILABLE", str(failure))
     values, extra = parse_options(tokens, flags)
     if "help" in values or "version" in values:  # among other letters, such as -lh
         return show_help if "help" in values else show_version
@@ -1405,10 +1422,12 @@ def admit(call: Call, work: Work) -> Outcome:
                 call.warn("STDIN_NOT_DEDUPLICATED", "The same call ran at "
                           f"{timestamp(record['at'])}; it was run, for bytes wait on stdin")
             entry.write("started", durable=True)
-        except OSError as error:
+        except (OSError, Failure) as error:
+            if isinstance(error, Failure) and error.error["code"] != "STATE_UNAVAILABLE":
+                raise
             if entry:
                 entry.note("void")
-            told = f"{error.strerror or error} ({error.filename or call.app.state_folder()})"
+            told = f"{reason_of(error)} ({getattr(error, 'filename', None) or 'the journal'})"
             if "rerun" not in options and ("session" in options or not is_http and strict):
                 raise precondition(
                     "STATE_UNAVAILABLE", f"The journal cannot be written: {told}; nothing was run",
@@ -1600,7 +1619,10 @@ def since(text: str) -> float:
     if span:
         unit = {"s": 1, "m": 60, "h": 3600, "d": 86400}[span.group(2)]
         return max(0.0, time.time() - int(span.group(1)) * unit)
-    try:  # Python 3.8 takes no Z
+    try:
+        if not re.fullmatch(r"\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d(\.\d{3}(\d{3})?)?)?"
+                            r"([Zz]|[+-]\d\d:\d\d)?)?", text, re.ASCII):
+            raise ValueError  # newer versions of Python take more forms
         moment = datetime.datetime.fromisoformat(re.sub("[zZ]$", "+00:00", text))
         if moment.tzinfo is None:
             moment = moment.replace(tzinfo=datetime.timezone.utc)
@@ -1826,7 +1848,9 @@ def supervise(tree: ProcessTree, deadline: "Optional[float]", grace: float = GRA
         if not told and not over:
             if killing:
                 tree.signal(signal.SIGKILL)  # look again until nothing is left
-            elif signo not in (0, signal.SIGCHLD) and not theirs:
+            elif not grace and signo == signal.SIGTSTP:
+                os.kill(os.getpid(), signal.SIGSTOP)  # agentcli's own child is told nothing
+            elif grace and signo not in (0, signal.SIGCHLD) and not theirs:
                 tree.pass_on(signo)
         elif killing:
             if over:
@@ -1920,7 +1944,7 @@ def fork_child(call: Call, page: SharedPage, work: "Callable[[], Json]", own_gro
         answer = work()
         if os.getpid() == child:  # the function may have forked and come back twice
             page.put(answer)
-        for stream in (sys.stdout, sys.stderr):
+        for stream in filter(None, (sys.stdout, sys.stderr)):
             stream.flush()
         os._exit(0)
     except BaseException:  # noqa: BLE001  # nothing of the child may run on
@@ -2183,7 +2207,8 @@ def prepare_request(call: Call) -> Work:
     """Check all that an http command needs before anything is sent: settings, arguments, body."""
     command = call.command
     assert command
-    spec, source = command.entry["http"], call.args.get("input")
+    spec = command.entry["http"]
+    source = call.args["input"] if "input" in command.brought() and "input" in call.args else None
     target = request_target(call, service_url(call.app))
     headers = {"Accept": "application/json", "User-Agent": f"agentcli/{VERSION}",
                "X-Request-ID": call.request_id}
@@ -2231,7 +2256,7 @@ def send_request(call: Call, method: str, target: str, headers: "Dict[str, str]"
     if cause is None and answer:
         if answer["exit"] == 6 and answer["reply"]["status"] == "ok" and not answer["final"]:
             call.warn("PENDING", "The service took the request but has not finished it (HTTP 202); "
-                      "look the operation up")
+                      f"look operation {call.operation_id} up")
         return Outcome(answer["exit"], error=answer["reply"]["error"], reply=answer["reply"],
                        final=answer["final"])
     if cause and not page.marked:
@@ -2375,8 +2400,10 @@ def interpret(call: Call, status: int, received: bytes) -> "Json":
         problem = str(error)
     if isinstance(document, dict) and is_operation_envelope(document):
         return told(document, status, final=True)
-    if isinstance(document, dict) and {"schema_version", "status"} <= set(document):
-        problem = "it breaks the OperationEnvelope's schema"
+    if isinstance(document, dict) and "status" in document and (
+            "schema_version" in document or document["status"] in (
+                "error", "partial", "needs_clarification") and "error" in document):
+        problem = "it breaks the OperationEnvelope's schema"  # and so may not pass for success
     if status < 200 or status in (502, 504):
         return told(lost(call, True, f"a gateway answered HTTP {status}"), status)
     if 200 <= status < 300:
@@ -2786,9 +2813,19 @@ class App:
         if given and not given.startswith("/"):
             raise precondition("STATE_UNAVAILABLE", f"{self.prefix}STATE_DIR must be an absolute "
                                f"path, not {given!r}", fix_required="Set it to one, or unset it")
-        home = os.environ.get("XDG_STATE_HOME", "")
-        home = home if home.startswith("/") else os.path.expanduser("~/.local/state")
-        return given or os.path.join(home, self.name)
+        state, home = os.environ.get("XDG_STATE_HOME", ""), os.environ.get("HOME", "")
+        if not given and not state.startswith("/"):
+            if not home.startswith("/"):
+                import pwd
+
+                try:
+                    home = pwd.getpwuid(os.getuid()).pw_dir
+                except KeyError:
+                    raise precondition(
+                        "STATE_UNAVAILABLE", "There is no home folder to keep the state in",
+                        fix_required=f"Set {self.prefix}STATE_DIR to a folder") from None
+            state = os.path.join(home, ".local", "state")
+        return given or os.path.join(state, self.name)
 
     def timeout_of(self, command: "Optional[Command]") -> float:
         """A command's time limit in seconds, unless the call sets another; 0 for none."""
@@ -2802,7 +2839,7 @@ class App:
 
         Raises RegistrationError with every rule that it breaks.
         """
-        command = Command(path, entry)
+        command = Command(str(path), entry)
         faults = command.faults(self) + path_faults(dict(self.commands, **{path: command}))
         if path in self.commands:
             faults.append(f'command "{path}": it is registered already')
@@ -2985,6 +3022,12 @@ def write_output(path: str, data: bytes) -> None:
 
     Raises OSError. A FIFO without a reader is such an error: to open it would block.
     """
+    for stream in (1, 2):  # /dev/stdout, redirected to a file that others write to as well
+        if os.path.isfile(path) and os.path.samestat(os.stat(path), os.fstat(stream)):
+            failed = write_all(stream, data)
+            if failed:
+                raise failed
+            return
     if os.path.exists(path) and not os.path.isfile(path):
         target = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
         error = write_all(target, data)
@@ -3023,11 +3066,12 @@ def main(argv: "Optional[Sequence[str]]" = None) -> int:
     app.flags = dict(GLOBAL_FLAGS)
     if os.name != "posix":
         return app.run(argv)
-    given = value_in(split_command_line(argv, {}, GLOBAL_FLAGS)[0], "--manifest") \
-        or os.environ.get("AGENTCLI_MANIFEST")
+    given = value_in(split_command_line(argv, {}, GLOBAL_FLAGS)[0], "--manifest")
+    if given is None:
+        given = os.environ.get("AGENTCLI_MANIFEST") or None
     try:
         path = find_manifest(given)
-        if not given and path.endswith(".example.json"):
+        if given is None and path.endswith(".example.json"):
             app.notice = f"{path} is only the example; make a manifest.json beside it"
         load(path, app)
     except Failure as failure:

@@ -2280,6 +2280,92 @@ class DoctorTest(Case):
         self.doctor("manifest", "gone.json", "--manifest", "gone.json")
 
 
+# ---- what once went wrong ------------------------------------------------------------------------
+
+class MendedTest(HttpCase):
+    """Faults that a stranger found, each as a kind."""
+
+    def test_checking_a_body_takes_no_longer_for_many_keys(self):
+        keys = ",".join(f'"{n}": 1' for n in range(60000))
+        self.refused(self.add(body=("{%s, \"0\": 2}" % keys).encode()), "occurs twice")
+
+    def test_what_only_begins_like_a_number_or_a_constant_is_refused(self):
+        for text in b"[NaNx]", b"[1e999abc]", b"Infinityy", b'{"a NaN": NaN}', b"-Infinity":
+            with self.subTest(text):
+                self.refused(self.add(body=text), "JSON")
+                self.write("manifest.json", b'{"commands": %s}' % text)
+                self.ends(self.call("sh", ""), 2, "INVALID_MANIFEST")
+                self.assertEqual(self.call("--version").code, 0)
+                self.save(root={"base_url": self.service.url})
+
+    def test_a_positional_is_never_taken_for_an_option(self):
+        spec = dict(FLAG, type="string", required=True)
+        get = {"description": "Get", "danger_level": "safe",
+               "http": {"method": "GET", "path": "/v1/{input}"},
+               "positionals": [dict(spec, name="input")]}
+        self.save(root={"base_url": self.service.url}, get=get)
+        self.told(self.call("get", str(self.dir / "token")))
+        self.assertEqual(self.took()[0].body, b"")
+        self.save(get=dict(get, http=dict(get["http"], input="optional")))
+        self.ends(self.call("get", "x"), 2, "INVALID_MANIFEST")
+
+    def test_a_signal_that_ends_nothing_ends_no_request(self):
+        p, _ = self.in_flight("--timeout=2")
+        for number in signal.SIGUSR1, signal.SIGUSR2, signal.SIGVTALRM, signal.SIGALRM:
+            p.send_signal(number)
+        self.assertRegex(self.end(p).out, b"limit of 2 s")
+
+    def test_a_mistyped_command_is_one_whatever_follows(self):
+        for more in ["--sort-keys"], ["--version"], ["-h"], ["x", "--help"]:
+            fault = self.ends(self.call("shh", *more), 2, "ARG_ERROR")["error"]
+            self.assertIn("sh", fault["suggestion"].split("mean ")[1])
+
+    def test_a_closed_stdout_is_no_fault(self):
+        close = f"exec {sys.executable} {AGENTCLI} task list >&-"
+        p = subprocess.run(["sh", "-c", close], env=self.env, stderr=subprocess.PIPE, check=False)
+        self.assertEqual((p.returncode, p.stderr), (0, b""))
+
+    def test_a_relative_manifest_in_a_deleted_folder_is_not_found(self):
+        go = f"mkdir g; cd g; rmdir ../g; exec {sys.executable} {AGENTCLI} --manifest m.json sh"
+        out = subprocess.run(["sh", "-c", go], env=self.env, cwd=self.dir, check=False,
+                             stdout=subprocess.PIPE).stdout
+        self.assertEqual(json.loads(out)["error"]["code"], "INVALID_MANIFEST")
+
+    def test_an_empty_manifest_option_chooses_no_other(self):
+        self.ends(self.call("--manifest", "", "sh", ""), 2, "INVALID_MANIFEST")
+
+    def test_a_state_folder_that_is_relative_or_missing_is_as_one_that_cannot_be_written(self):
+        env = {"LEDGER_STATE_DIR": "here"}
+        e = self.told(self.add(env=env))
+        self.assertEqual([w["code"] for w in e["warnings"]] or ["as it is"], ["as it is"])
+        self.ends(self.call("--session=s", "sh", "", env=env), 4, "STATE_UNAVAILABLE")
+        self.ends(self.call("--session=s", "--rerun", "sh", "", env=env), 0)
+
+    @unittest.skipUnless(os.geteuid() == 0, "only root may become a user without an entry")
+    def test_a_user_without_a_home_gets_an_envelope(self):
+        self.dir.chmod(0o755)
+        env = {"HOME": None, "LEDGER_AUDIT_LOG": "1"}
+        try:
+            r = self.call("sh", "", env=env, preexec_fn=lambda: os.setuid(54321))
+        except PermissionError:
+            self.skipTest("this Python is root's alone")
+        self.assertEqual(r.on_stderr["warnings"][0]["code"], "AUDIT_LOG_UNAVAILABLE")
+        r = self.call("--session=s", "sh", "", env=env, preexec_fn=lambda: os.setuid(54321))
+        self.ends(r, 4, "STATE_UNAVAILABLE")
+
+    def test_output_to_a_redirected_stream_adds_to_its_file(self):
+        with open(self.dir / "out", "wb") as f:
+            self.call("--output=/dev/stdout", "sh", "echo said", stdout=f)
+        said, envelope = (self.dir / "out").read_bytes().split(b"\n", 1)
+        self.assertEqual((said, json.loads(envelope)["ok"]), (b"said", True))
+
+    def test_what_a_passthrough_command_may_not_declare_it_may_not_leave_empty_either(self):
+        for fields in {"confirm_flag": ""}, {"stdout": None}, {"stderr": False}, {"protocol": ""}:
+            self.save(bad=self.entry("true", **fields))
+            e = self.ends(self.call("bad"), 2, "INVALID_MANIFEST")
+            self.assertIn(next(iter(fields)), e["error"]["message"])
+
+
 # ---- built-ins -----------------------------------------------------------------------------------
 
 class ManifestTest(Case):
