@@ -7,7 +7,7 @@ LINTERS = mypy==1.14.1 ruff==0.17.6
 RUFF = check --isolated --no-cache --output-format concise --target-version py38 \
   --extend-select B,SIM,UP,PIE,RET,C4 --ignore FA100 --per-file-ignores test_agentcli.py:UP031
 
-.PHONY: help test integration demo lint bench vendor
+.PHONY: help test integration demo fuzz lint bench vendor
 
 help: ## what can be made (the default)
 	@sed -n 's/^\([a-z]*\):.*## /make \1: /p' Makefile
@@ -21,6 +21,9 @@ integration: ## a real tool (beangulp) and a real nginx; installs them where tha
 	  { apt-get update -qq && RUNLEVEL=1 apt-get install -y -qq nginx-light; } >/dev/null 2>&1 || \
 	  echo 'integration: nginx could not be installed'
 	$(PYTHON) test_agentcli.py integration
+
+fuzz: ## the fuzz tests for minutes (FUZZ_SECONDS, FUZZ_SEED)
+	FUZZ_SECONDS=$${FUZZ_SECONDS:-120} FUZZ_SEED=$${FUZZ_SEED:-$$$$} $(PYTHON) test_agentcli.py FuzzTest
 
 demo: ## a small service on loopback, called once for each exit code
 	$(PYTHON) test_agentcli.py demo

@@ -454,12 +454,17 @@ def read_input(source: str, limit: int = INPUT_LIMIT, deadline: "Optional[float]
 # ---------------------------------------------------------------------------------------------
 
 
+def _is_string(value: "Any") -> bool:
+    """Whether the system can take it as an argument or a name: no NUL, no lone surrogate."""
+    return isinstance(value, str) and not re.search("[\0\ud800-\udfff]", value)
+
+
 def _is_text(value: "Any") -> bool:
-    return isinstance(value, str) and value.strip() != "" and "\0" not in value
+    return _is_string(value) and value.strip() != ""
 
 
 def _is_strings(value: "Any") -> bool:
-    return isinstance(value, list) and all(isinstance(v, str) and "\0" not in v for v in value)
+    return isinstance(value, list) and all(_is_string(item) for item in value)
 
 
 def _is_number(value: "Any", highest: float = LONGEST_TIMEOUT) -> bool:
@@ -475,7 +480,7 @@ def _is_pattern(value: "Any") -> bool:
 
 def _is_environment(value: "Any") -> bool:
     return isinstance(value, dict) and all(
-        name and not set(name) & {"=", "\0"} and isinstance(text, str) and "\0" not in text
+        name and "=" not in name and _is_string(name) and _is_string(text)
         for name, text in value.items())
 
 
@@ -504,9 +509,10 @@ _NAME = _like("[a-z0-9]+(-[a-z0-9]+)*", "lower-case words in kebab-case")
 
 _AUDIT_KEYS = {"path": _PATH, "max_bytes": _COUNT, "max_files": _COUNT, "max_age_days": _COUNT}
 _ERROR_KEYS: "Dict[str, Rule]" = {  # of a ResponseEnvelope
-    "code": _like("[A-Z][A-Z0-9_]+", "upper-case words"), "message": _TEXT, "retryable": _BOOL,
-    "phase": _one_of("validation", "execution", "cleanup"), "fix_required": _TEXT,
-    "fix_command": _TEXT, "suggestion": _TEXT, "context": _OBJECT,
+    "code": _like("[A-Z][A-Z0-9_]+", "upper-case words"), "retryable": _BOOL, "context": _OBJECT,
+    "phase": _one_of("validation", "execution", "cleanup"),
+    **{key: _like("(?s).+", "a non-empty string")
+       for key in ("message", "fix_required", "fix_command", "suggestion")},
     "retry_after_ms": (lambda value: type(value) is int and value >= 0, "milliseconds")}
 _ROOT_KEYS: "Dict[str, Rule]" = {
     "name": _NAME, "version": _TEXT, "description": _STRING, "timeout": _SECONDS,
@@ -522,7 +528,8 @@ _FLAG_KEYS: "Dict[str, Rule]" = dict(
     type=_one_of("string", "integer", "number", "boolean", "array", "enum"),
     default=(lambda value: True, ""),
     env_vars=(lambda value: isinstance(value, list) and all(
-        isinstance(v, dict) and _is_text(v.get("name")) for v in value), 'a list of {"name": ...}'))
+        isinstance(v, dict) and _is_text(v.get("name")) and "=" not in v["name"] for v in value),
+        'a list of {"name": ...}'))
 _POSITIONAL_KEYS: "Dict[str, Rule]" = dict(
     _ARGUMENT_KEYS, type=_one_of("string", "integer", "number", "enum"),
     name=_like("[a-z][a-z0-9_-]*", "lower-case letters, digits, - and _"))
@@ -1011,7 +1018,7 @@ def parse(call: Call) -> "Callable[[Call], Outcome]":
         raise _unknown_command(call, (extra + literal)[:1])
     strict = command and command.entry.get("option_placement") == "strict"
     for name in app.flags if strict else ("manifest",):
-        if value_in(tokens[len(leading):], "--" + name) is not None:
+        if any(token.partition("=")[0] == "--" + name for token in tokens[len(leading):]):
             raise argument_error(f"--{name} goes before the command path")
     chosen = convert_all(values, flags)
     call.options = {name: value for name, value in chosen.items() if name in app.flags}
@@ -1099,23 +1106,26 @@ def private_folder(path: str) -> None:
     if os.path.isdir(path):
         return
     private_folder(os.path.dirname(path))
+    mask = os.umask(0o077)
     try:
         os.mkdir(path, 0o700)
-        os.chmod(path, 0o700)
     except FileExistsError:
         if not os.path.isdir(path):
             raise
+    finally:
+        os.umask(mask)
 
 
 def private_file(path: str) -> int:
     """Open a regular file to read and append, made 0600 if it is new. Raises OSError."""
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o600)
-    info = os.fstat(descriptor)
-    if not stat.S_ISREG(info.st_mode):
+    mask = os.umask(0o077)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o600)
+    finally:
+        os.umask(mask)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", path)
-    if not info.st_size:
-        os.fchmod(descriptor, 0o600)
     return descriptor
 
 
@@ -1149,7 +1159,7 @@ def records_backwards(descriptor: int, needle: bytes = b"{", end: "Optional[int]
         at -= size
         piece = os.pread(descriptor, size, at) + rest
         first = piece.find(b"\n") + 1 if at else 0
-        if at and not first:
+        if at and first in (0, len(piece)):  # no line begins in here
             rest = piece if len(piece) < 1 << 20 else b""
             continue
         rest, hit = piece[:first], piece.rfind(needle, first)
@@ -1165,16 +1175,19 @@ def records_backwards(descriptor: int, needle: bytes = b"{", end: "Optional[int]
             hit = piece.rfind(needle, first, start)
 
 
-def take_lock(descriptor: int, offset: int, deadline: "Optional[float]") -> bool:
+def take_lock(descriptor: int, offset: int, deadline: "Optional[float]",
+              shared: bool = False) -> bool:
     """Lock one byte of a file for this process before the deadline (monotonic; None: no limit).
 
-    The kernel frees it when the process ends, however it ends. Raises OSError, Interrupted.
+    shared: only to see that nobody holds it, beside others who look. The kernel frees the lock when
+    the process ends, however it ends. Raises OSError, Interrupted.
     """
     import fcntl
 
     while True:
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
+            kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+            fcntl.lockf(descriptor, kind | fcntl.LOCK_NB, 1, offset)
             return True
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
@@ -1316,8 +1329,13 @@ def whole_records(descriptor: int, needle: bytes = b"{") -> "Iterator[Json]":
             and re.fullmatch("[0-9a-f]{32}", str(record.get("id")))
         if texts and record["event"] == "void":
             void.add(record["run"])
-        ended = record.get("event") != "finished" or isinstance(record.get("exit"), int) and \
-            _is_number(record.get("end"), highest=1e11)
+        error = record.get("error")
+        ended = record.get("event") != "finished" or (
+            type(record.get("exit")) is int and 0 <= record["exit"] <= 255
+            and _is_number(record.get("end"), highest=1e11)
+            and isinstance(record.get("data"), (dict, list, type(None)))
+            and (isinstance(error, dict) and isinstance(error.get("code"), str)
+                 if record["exit"] else error is None))
         timed = _is_number(record.get("at"), highest=1e11)
         if texts and ended and timed and record["run"] not in void:
             yield record
@@ -1365,15 +1383,20 @@ def surroundings(reads_stdin: bool = True) -> "Tuple[Any, ...]":
 
     The file is known by device, inode, size, time and read position.
     """
-    file, folder = None, ""
+    file: Any = None
+    folder: Any = ""
     try:
         info = os.fstat(0)
         if reads_stdin and stat.S_ISREG(info.st_mode):
             file = (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns,
                     os.lseek(0, 0, os.SEEK_CUR))
-        folder = os.getcwd()
-    except OSError:  # stdin is closed, or the folder was deleted
+    except OSError:  # stdin is closed
         pass
+    try:
+        folder = os.getcwd()
+    except OSError:  # it was deleted
+        info = os.stat(".")
+        folder = (info.st_dev, info.st_ino)
     return folder, file
 
 
@@ -1467,12 +1490,19 @@ def run_journal(call: Call) -> Outcome:
     told: Dict[str, float] = {}  # when a call or an operation last ended in a known way
     try:
         names = [name for name in os.listdir(folder) if name.endswith(".jsonl")]
-    except OSError:
+    except FileNotFoundError:
         names = []
+    except OSError as error:
+        raise precondition("STATE_UNAVAILABLE", f"The journal cannot be read: {error}",
+                           fix_required="Make its folder readable") from None
     for name in names:
         if wanted and name[:4] != "day-" and name != wanted + ".jsonl":
             continue
-        descriptor = os.open(os.path.join(folder, name), os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            descriptor = os.open(os.path.join(folder, name), os.O_RDONLY | os.O_NONBLOCK)
+        except OSError as error:
+            call.warn("STATE_UNAVAILABLE", f"A journal file is left out: {error}")
+            continue
         for record in whole_records(descriptor):
             if wanted in (None, record.get("session"), name[:-6]):
                 run = runs.setdefault(record["run"], record)  # the last one of a run tells most
@@ -1487,7 +1517,7 @@ def run_journal(call: Call) -> Outcome:
         code = (record.get("error") or {}).get("code")
         state = "finished" if record["event"] == "finished" else \
             "running" if record["id"] not in seen and locks >= 0 and \
-            not take_lock(locks, int(record["id"][:15], 16), 0) else "unknown"
+            not take_lock(locks, int(record["id"][:15], 16), 0, shared=True) else "unknown"
         seen.add(record["id"])  # an earlier run of the same call cannot hold its lock
         same = str(record.get("operation_id") or record["id"])
         if state == "finished" and code != "operation_unknown":
@@ -1497,7 +1527,7 @@ def run_journal(call: Call) -> Outcome:
         if not call.args.get("unresolved") or state != "finished" or code == "operation_unknown":
             entry = {"command": record["command"], "state": state, "pid": record.get("pid"),
                      "started_at": timestamp(record["at"]), "exit_code": record.get("exit"),
-                     "ended_at": timestamp(record["end"]) if "end" in record else None,
+                     "ended_at": timestamp(record["end"]) if state == "finished" else None,
                      "error_code": code, "request_id": record["run"],
                      "operation_id": record.get("operation_id")}
             entries.append({key: value for key, value in entry.items() if value is not None})
@@ -1595,6 +1625,8 @@ def write_audit_entry(call: Call, outcome: Outcome) -> None:
         "request_id": call.request_id, "warnings": [w["code"] for w in call.warnings]}
     if os.environ.get("TOOL_TRACE_ID"):
         entry["trace_id"] = os.environ["TOOL_TRACE_ID"][:1024]
+        if len(os.environ["TOOL_TRACE_ID"]) > 1024:
+            entry["truncated"] = True
     if "session" in call.options:
         entry["session_id"] = call.options["session"]
     for name in sorted(args, key=lambda n: len(json_line(args[n])), reverse=True):
@@ -1658,7 +1690,8 @@ def audit_entries(log: AuditLog, after: "Optional[List[Any]]",
                     return  # the inode is another file's now
             after = None
             for at, record in records_backwards(descriptor, end=end):
-                if isinstance(record.get("timestamp"), str) and "request_id" in record:
+                if isinstance(record.get("timestamp"), str) and \
+                        isinstance(record.get("request_id"), str):
                     yield [inode, at, record["request_id"]], record
     finally:
         for descriptor in files.values():
