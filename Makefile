@@ -23,7 +23,7 @@ integration: ## a real tool (beangulp) and a real nginx; installs them where tha
 	$(PYTHON) test_agentcli.py integration
 
 fuzz: ## the fuzz tests for minutes (FUZZ_SECONDS, FUZZ_SEED)
-	FUZZ_SECONDS=$${FUZZ_SECONDS:-120} FUZZ_SEED=$${FUZZ_SEED:-$$$$} $(PYTHON) test_agentcli.py FuzzTest
+	FUZZ_SECONDS=$${FUZZ_SECONDS:-120} FUZZ_SEED=$${FUZZ_SEED:-$$$$} $(PYTHON) test_agentcli.py FuzzTest KillTest
 
 demo: ## a small service on loopback, called once for each exit code
 	$(PYTHON) test_agentcli.py demo

@@ -2372,6 +2372,25 @@ class FuzzTest(Case):
                     self.ends_well(self.agentcli.replay, record)
 
 
+class KillTest(Case):
+    @on_linux
+    def test_killed_at_any_instant_nothing_runs_twice_and_no_end_is_untold(self):
+        dice = random.Random(int(os.environ.get("FUZZ_SEED") or 1))
+        for n in range(20 * int(float(os.environ.get("FUZZ_SECONDS") or 1))):
+            ran, words = self.dir / f"ran{n}", ["--session=s", "sh", f"echo ran >>ran{n}; sleep 0.03"]
+            p = self.start(*words)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                p.wait(dice.uniform(0, 0.2))
+            p.kill()
+            self.end(p)
+            until(lambda: not self.running())
+            e = self.call(*words).on_stderr
+            told = e["error"]["code"] if e["error"] else e["data"].get("effect", "ran")
+            times = len(ran.read_bytes().split()) if ran.exists() else 0
+            self.assertIn((told, times), [("ran", 1), ("noop", 1), ("OUTCOME_UNKNOWN", 0),
+                                          ("OUTCOME_UNKNOWN", 1)])
+
+
 # ---- what once went wrong ------------------------------------------------------------------------
 
 class MendedTest(HttpCase):
