@@ -456,7 +456,10 @@ def read_input(source: str, limit: int = INPUT_LIMIT, deadline: "Optional[float]
 
 def _is_string(value: "Any") -> bool:
     """Whether the system can take it as an argument or a name: no NUL, no lone surrogate."""
-    return isinstance(value, str) and not re.search("[\0\ud800-\udfff]", value)
+    try:
+        return isinstance(value, str) and b"\0" not in value.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
 
 
 def _is_text(value: "Any") -> bool:
@@ -3011,7 +3014,8 @@ def report(call: Call, outcome: Outcome) -> int:
         data = outcome.data if outcome.reply is None else outcome.reply["data"]
         text = outcome.text
         if text is None and data is not None and not on_stderr:
-            text = json.dumps(data, indent=2)
+            shown = json.dumps(data, indent=2, ensure_ascii=False)
+            text = "\n".join(map(printable, shown.split("\n")))
         if text is not None and (not outcome.error or not on_stderr):
             write_all(2 if on_stderr else 1, (f"{call.app.name}: {text}" if on_stderr else text)
                       .encode("utf-8", "backslashreplace") + b"\n")
