@@ -2377,7 +2377,8 @@ class KillTest(Case):
     def test_killed_at_any_instant_nothing_runs_twice_and_no_end_is_untold(self):
         dice = random.Random(int(os.environ.get("FUZZ_SEED") or 1))
         for n in range(20 * int(float(os.environ.get("FUZZ_SECONDS") or 1))):
-            ran, words = self.dir / f"ran{n}", ["--session=s", "sh", f"echo ran >>ran{n}; sleep 0.03"]
+            ran = self.dir / f"ran{n}"
+            words = ["--session=s", "sh", f"echo ran >>ran{n}; sleep 0.03"]
             p = self.start(*words)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 p.wait(dice.uniform(0, 0.2))
@@ -2966,10 +2967,41 @@ def http_measures(folder, python, module, env, pairs):
     return row, memory
 
 
+def every_test(workers=3):
+    """Run each class in a process of its own, a few at a time; 0 when all tests passed."""
+    began, count, bad, idle, failed, running = time.monotonic(), 0, 0, 0, [], []
+    classes = [name for name, value in globals().items()
+               if isinstance(value, type) and issubclass(value, unittest.TestCase)
+               and unittest.defaultTestLoader.getTestCaseNames(value)]
+    while classes or running:
+        while classes and len(running) < workers:
+            name, out = classes.pop(0), tempfile.TemporaryFile()  # noqa: SIM115  # closed below
+            running.append((name, out, subprocess.Popen(
+                [sys.executable, os.path.abspath(__file__), name], stdin=subprocess.DEVNULL,
+                stdout=out, stderr=subprocess.STDOUT)))
+        pid, status = os.wait()
+        name, out, process = next(row for row in running if row[2].pid == pid)
+        running.remove((name, out, process))
+        process.returncode = status
+        out.seek(0)
+        with out:
+            said = out.read().decode("utf-8", "replace")
+        count += sum(map(int, re.findall(r"^Ran (\d+) test", said, re.MULTILINE)))
+        bad += sum(map(int, re.findall(r"(?:failures|errors)=(\d+)", said)))
+        idle += sum(map(int, re.findall(r"skipped=(\d+)", said)))
+        print(f"{'FAILED' if status else 'ok':6} {name}", flush=True)
+        if status:
+            failed.append(name)
+            print(said, flush=True)
+    print(f"\nRan {count} tests in {time.monotonic() - began:.0f}s", *failed)
+    print(f"{count - bad - idle} passed, {bad or len(failed)} failed, {idle} skipped")
+    return 1 if failed or not count else 0
+
+
 if __name__ == "__main__":
-    tasks_of_make = {"bench": bench, "demo": demo,
-                     "integration": lambda: integration() or integration_nginx()}
-    task = tasks_of_make.get(" ".join(sys.argv[1:]))
-    if task:
-        sys.exit(task())
+    jobs = {"bench": bench, "demo": demo, "": every_test,
+            "integration": lambda: integration() or integration_nginx()}
+    job = jobs.get(" ".join(sys.argv[1:]))
+    if job:
+        sys.exit(job())
     unittest.main()
