@@ -1156,16 +1156,16 @@ def records_backwards(descriptor: int, needle: bytes = b"{", end: "Optional[int]
     than the caller asks for. end: the offset to begin at; None is the file's end.
     """
     at = os.fstat(descriptor).st_size if end is None else end
-    rest = b""  # the end of a line that begins in the piece before
+    more = 0  # bytes behind the piece that end a line which begins in it
     while at > 0:
         size = min(1 << 18, at)
         at -= size
-        piece = os.pread(descriptor, size, at) + rest
+        piece = os.pread(descriptor, size + more, at)
         first = piece.find(b"\n") + 1 if at else 0
         if at and first in (0, len(piece)):  # no line begins in here
-            rest = piece if len(piece) < 1 << 20 else b""
+            more = len(piece) if len(piece) < 1 << 20 else 0
             continue
-        rest, hit = piece[:first], piece.rfind(needle, first)
+        more, hit = first, piece.rfind(needle, first)
         while hit >= 0:
             start = max(piece.rfind(b"\n", first, hit) + 1, first)
             stop = piece.find(b"\n", hit)
