@@ -258,21 +258,20 @@ def operation_envelope(request_id: str, status: str, data: "Any" = None, code: s
 
 def is_operation_envelope(value: "Any") -> bool:
     """Whether a JSON value is a whole and valid OperationEnvelope."""
-    def texts(item: "Any", *keys: str) -> bool:
-        return isinstance(item, dict) and all(isinstance(item.get(key), str) for key in keys)
+    def texts(item: "Any", needed: str, optional: str = "") -> bool:
+        return isinstance(item, dict) and all(
+            isinstance(item.get(key), str) for key in needed.split()) and all(
+            isinstance(item.get(key, ""), str) for key in optional.split())
 
-    if not texts(value, "request_id", "status") or set(value) != set(operation_envelope("", "")):
+    if not texts(value, "request_id status") or set(value) != set(operation_envelope("", "")):
         return False
     status, error, warnings = value["status"], value["error"], value["warnings"]
-    told = texts(error, "code", "message") and isinstance(error.get("retryable"), bool) \
-        and bool(re.fullmatch("[a-z][a-z0-9_]*", error["code"])) \
-        and isinstance(error.get("operation_id", ""), str)
+    told = texts(error, "code message", "operation_id") \
+        and isinstance(error.get("retryable"), bool) \
+        and bool(re.fullmatch("[a-z][a-z0-9_]*", error["code"]))
     return (value["schema_version"] == 1 and value["schema_version"] is not True
             and value["request_id"] != "" and isinstance(warnings, list)
-            and all(texts(dict({"collection_id": "", "item_id": ""}, **warning),
-                          "code", "message", "collection_id", "item_id")
-                    for warning in warnings if isinstance(warning, dict))
-            and all(isinstance(warning, dict) for warning in warnings)
+            and all(texts(warning, "code message", "collection_id item_id") for warning in warnings)
             and (told or error is None and status != "error") and not (told and status == "ok")
             and status in ("ok", "needs_clarification", "partial", "error"))
 
@@ -366,6 +365,13 @@ def pending_end() -> int:
         if signal.getsignal(signo) != signal.SIG_IGN:
             return int(signal.sigwait([signo]))
     return 0
+
+
+def start_nothing_if_told_to_end() -> None:
+    """Raise Failure (CANCELLED) when such a signal came before the work that would follow."""
+    signo = pending_end()
+    if signo:
+        raise cancelled(signo)
 
 
 def before_deadline(deadline: "Optional[float]") -> float:
@@ -2083,11 +2089,11 @@ def prepare_tool(call: Call) -> Work:
     fixed = expand_argv(app, entry["argv"])
     if tokens in ([b"--help"], [b"-h"]) and "help_argv" in entry:
         fixed, tokens = fixed + entry["help_argv"], []
+    # The manifest's text is UTF-8 whatever the locale; a folder filled into it may be no text.
     argv = [element.encode("utf-8", "surrogateescape") for element in fixed] + tokens
     marker = marker_of(call)
     environment = {name: text for name, text in os.environb.items() if name}
-    environment.update((name.encode("utf-8", "surrogateescape"),
-                        text.encode("utf-8", "surrogateescape"))
+    environment.update((name.encode("utf-8"), text.encode("utf-8"))
                        for name, text in entry.get("env", {}).items())
     variable, _, value = os.fsencode(marker).partition(b"=")
     environment[variable] = value
@@ -2096,9 +2102,7 @@ def prepare_tool(call: Call) -> Work:
     no_stdin = entry.get("stdin") == "none"
 
     def start(journal: "Optional[JournalEntry]") -> Outcome:
-        signo = pending_end()
-        if signo:
-            raise cancelled(signo)
+        start_nothing_if_told_to_end()
         at_terminal = has_terminal()
         pid = spawn(program, argv, environment, not at_terminal, no_stdin)
         if journal:
@@ -2279,9 +2283,7 @@ def send_request(call: Call, method: str, target: str, headers: "Dict[str, str]"
     The child marks the shared page before the first byte may leave, and that mark alone decides
     between "nothing was sent" and "nobody knows"; at the deadline KILL ends it.
     """
-    signo = pending_end()
-    if signo:
-        raise cancelled(signo)
+    start_nothing_if_told_to_end()
     getattr(sys, "set_int_max_str_digits", int)(0)  # integers of a reply stay exact
     page = SharedPage()
     pid = fork_child(call, page, lambda: exchange(call, page, method, target, headers, body), True)
@@ -2539,9 +2541,7 @@ def prepare_handler(call: Call) -> Work:
 def in_child(call: Call, function: "Callable[[], Json]",
              journal: "Optional[JournalEntry]" = None) -> Outcome:
     """Run a function in a forked child under the wait loop, and tell how it ended."""
-    signo = pending_end()
-    if signo:
-        raise cancelled(signo)
+    start_nothing_if_told_to_end()
     page, at_terminal = SharedPage(), has_terminal()
     pid = fork_child(call, page, function, not at_terminal)
     if journal:

@@ -2443,6 +2443,16 @@ class MendedTest(HttpCase):
                              stdout=subprocess.PIPE).stdout
         self.assertEqual(json.loads(out)["error"]["code"], "INVALID_MANIFEST")
 
+    @on_linux
+    def test_a_folder_whose_name_is_no_text_is_filled_in_as_it_is(self):
+        folder = os.fsencode(self.dir) + b"/\xff\xc3\xa9"
+        os.mkdir(folder)
+        with open(folder + b"/m.json", "w") as f:
+            json.dump({"commands": {"say": self.entry("echo", "{manifest_dir}/\u00e9")}}, f)
+        for env in {}, {"LC_ALL": "C", "LANG": None}:
+            r = self.call("--manifest", folder + b"/m.json", "say", env=env)
+            self.assertEqual((r.code, r.out), (0, folder + b"/\xc3\xa9\n"))
+
     def test_an_empty_manifest_option_chooses_no_other(self):
         self.ends(self.call("--manifest", "", "sh", ""), 2, "INVALID_MANIFEST")
 
