@@ -34,17 +34,16 @@ import sys
 def _forget_visited_folders() -> None:
     """Take this file's folder and the current one off sys.path, the standard library's excepted.
 
-    A json.py that lies in a visited repository must not run (CWE-427). Nothing is imported here:
-    even `os` could come from there.
+    A json.py that lies in a visited repository must not run (CWE-427), nor an os.py.
     """
     stat = sys.modules["posix" if "posix" in sys.modules else "nt"].stat
 
     def identity(folder: str) -> object:
         try:
             info = stat(folder or ".")
+            return info.st_dev, info.st_ino
         except (OSError, ValueError):
             return folder
-        return (info.st_dev, info.st_ino)
 
     visited = {identity(__file__.rpartition("/")[0]), identity(".")}
     if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
@@ -75,6 +74,7 @@ if TYPE_CHECKING:
     Json = Dict[str, Any]
     Rule = Tuple[Callable[[Any], bool], str]  # what a value must pass, and how to say it
     Ending = Tuple[Optional[int], Optional[int], List[int]]  # wait status, cause, survivors
+    Place = Tuple[str, str, Json]  # a journal file, a run's id in it, what its records add
 else:
     signal = _signal  # its numbers are plain ints, and no folder can stand in for it
 
@@ -102,19 +102,55 @@ LARGEST_RESULT = 65536  # bytes of a declared command's data that the journal ke
 LARGEST_ENTRY = 16384  # bytes of an audit log entry
 PAGE_SIZE = 64 << 20  # bytes of the answer of a forked child, its mark and length included
 
-# The exit codes of the CLI Agent Spec (REQ-F-001) by name.
 ExitCode = enum.IntEnum("ExitCode", (
     "SUCCESS GENERAL_ERROR ARG_ERROR PARTIAL_FAILURE PRECONDITION NOT_FOUND CONFLICT "
     "PERMISSION_DENIED AUTH_REQUIRED PAYMENT_REQUIRED TIMEOUT RATE_LIMITED UNAVAILABLE REDIRECTED"
 ), start=0)
 ExitCode.__doc__ = "The exit codes of the CLI Agent Spec (REQ-F-001), 0 to 13, by name."
 
+_FAULTS = {code: exit_code for exit_code, codes in {  # agentcli's own failures
+    1: "INTERNAL_ERROR",
+    2: "ARG_ERROR INVALID_MANIFEST INVALID_AUDIT_LOG_SETTING INVALID_CURSOR CONFIRMATION_REQUIRED "
+       "CONFIGURATION_INVALID",
+    3: "OUTCOME_UNKNOWN APPROVAL_REQUIRED",
+    4: "TOOL_NOT_FOUND TOOL_NOT_EXECUTABLE STATE_UNAVAILABLE AUDIT_LOG_DISABLED NO_HANDLER "
+       "UNSUPPORTED_PLATFORM CHECKS_FAILED",
+    6: "IDEMPOTENCY_CONFLICT IN_PROGRESS",
+    10: "TIMEOUT"}.items() for code in codes.split()}
+# Of an OperationEnvelope's error. Where `not_found` and `proposal_not_applicable` end is left to
+# the HTTP status.
+_EXIT_OF_CODE = {code: exit_code for exit_code, codes in {
+    1: "unauthenticated forbidden internal_error",
+    2: "invalid_input configuration_invalid calendar_unsupported limit_exceeded cursor_expired "
+       "proposal_expired",
+    3: "approval_required clarification_required",
+    4: "etag_conflict idempotency_conflict",
+    5: "dependency_unavailable journal_unavailable judgment_unavailable judgment_invalid",
+    6: "operation_unknown partial_apply needs_reconciliation context_pending"}.items()
+    for code in codes.split()}
+_EXIT_OF_STATUS = {200: 0, 201: 0, 202: 6, 400: 2, 413: 2, 422: 2, 409: 4, 412: 4, 503: 5}
+
 # ---------------------------------------------------------------------------------------------
-# Failures
+# Outcomes and failures
 # ---------------------------------------------------------------------------------------------
 
 
-class Failure(Exception):
+class Outcome:
+    """How a call ended: what `report` needs to know of it, and nothing else."""
+
+    ran = False  # a tool may have written to the descriptors that agentcli shares with it
+    text: "Optional[str]" = None  # what a person reads instead of `data`
+    reply: "Optional[Json]" = None  # an OperationEnvelope, which then is the whole answer
+    final = False  # the reply is the service's own, so nothing is added to it
+
+    def __init__(self, exit_code: int, data: "Any" = None, error: "Optional[Json]" = None,
+                 **more: "Any") -> None:
+        self.exit_code, self.data, self.error = int(exit_code), data, error
+        self.meta: Json = {}
+        vars(self).update(more)
+
+
+class Failure(Outcome, Exception):
     """An end other than success, with all that its envelope tells.
 
     exit_code: 1 to 255, an ExitCode where one fits. code: `^[A-Z][A-Z0-9_]+$`. message: what is
@@ -125,11 +161,11 @@ class Failure(Exception):
 
     def __init__(self, exit_code: int, code: str, message: str, data: "Any" = None,
                  retryable: bool = False, **fields: "Any") -> None:
-        super().__init__(message)
-        self.exit_code, self.data = int(exit_code), data
-        self.error: Json = {"code": code, "message": message, "retryable": retryable}
-        self.error.update((key, value) for key, value in fields.items() if value is not None)
-        faults = _shape_faults(self.error, _ERROR_KEYS, ())
+        Exception.__init__(self, message)
+        error = {"code": code, "message": message, "retryable": retryable}
+        error.update((key, value) for key, value in fields.items() if value is not None)
+        Outcome.__init__(self, exit_code, data, error)
+        faults = shape_faults(error, _ERROR_KEYS)
         if faults or not 1 <= exit_code <= 255 or not isinstance(data, (dict, list, type(None))):
             raise ValueError(f"this is no Failure: exit_code {exit_code}, {'; '.join(faults)}")
 
@@ -142,34 +178,35 @@ class RegistrationError(ValueError):
         self.faults = list(faults)
 
 
-class Interrupted(Exception):
-    """The signal args[0], one that ends a call, came while agentcli waited for something."""
+class Cancelled(Failure):
+    """A signal asked agentcli to end; what names the child that it stopped, if one had begun."""
+
+    def __init__(self, signo: int, what: str = "") -> None:
+        context = dict(signal_context(signo), **({} if what else {"started": False}))
+        super().__init__(
+            128 + signo, "CANCELLED", f"agentcli was told to stop by {signal_name(signo)} (signal "
+            f"{signo}) " + (f"and stopped the {what}" if what else "before anything was started"),
+            {"partial": True}, phase="execution", context=context)
+
+
+def failure(code: str, message: str, data: "Any" = None, **fields: "Any") -> Failure:
+    """A failure of agentcli's own, whose code says what it exits with."""
+    phase = "validation" if _FAULTS[code] in (2, 4) else "execution"
+    return Failure(_FAULTS[code], code, message, data, **dict({"phase": phase}, **fields))
 
 
 def argument_error(message: str, **fields: "Any") -> Failure:
-    return Failure(ExitCode.ARG_ERROR, "ARG_ERROR", message, phase="validation", **fields)
-
-
-def precondition(code: str, message: str, **fields: "Any") -> Failure:
-    return Failure(ExitCode.PRECONDITION, code, message, phase="validation", **fields)
-
-
-def cancelled(signo: int) -> Failure:
-    """The end of a call that a signal stopped before anything was started."""
-    return Failure(128 + signo, "CANCELLED", f"Stopped by {signal_name(signo)} (signal {signo}) "
-                   "before anything was started", {"partial": True},
-                   context=dict(signal_context(signo), started=False))
+    return failure("ARG_ERROR", message, **fields)
 
 
 def internal_error(message: str = "A fault of agentcli's own; the traceback is on stderr",
-                   ) -> "Outcome":
-    """Exit 1; call it while the exception is handled, so that its traceback is told first."""
+                   ) -> Failure:
+    """Call it while the exception is handled, so that its traceback is told first."""
     if sys.exc_info()[0]:
         import traceback
 
         write_all(2, traceback.format_exc().encode("utf-8", "backslashreplace"))
-    failure = Failure(ExitCode.GENERAL_ERROR, "INTERNAL_ERROR", message, phase="execution")
-    return Outcome(1, None, failure.error)
+    return failure("INTERNAL_ERROR", message)
 
 
 def nearest(word: str, known: "Iterable[str]") -> "Optional[str]":
@@ -178,12 +215,6 @@ def nearest(word: str, known: "Iterable[str]") -> "Optional[str]":
 
     near = difflib.get_close_matches(word, list(known))
     return f"Did you mean {' or '.join(near)}?" if near else None
-
-
-def printable(text: str) -> str:
-    """Text for a terminal, on one line: control characters, escape sequences among them, shown."""
-    return re.sub("[\0-\x1f\x7f-\x9f\u2028\u2029]",
-                  lambda match: " " if match.group() == "\n" else repr(match.group())[1:-1], text)
 
 
 def reason_of(error: BaseException) -> str:
@@ -203,20 +234,6 @@ def signal_context(signo: int) -> "Json":
 # ---------------------------------------------------------------------------------------------
 # Envelopes
 # ---------------------------------------------------------------------------------------------
-
-
-class Outcome:
-    """How a call ended: what `report` needs to know of it, and nothing else."""
-
-    ran = False  # a tool may have written to the descriptors that agentcli shares with it
-    text: "Optional[str]" = None  # what a person reads instead of `data`
-    reply: "Optional[Json]" = None  # an OperationEnvelope, which then is the whole answer
-    final = False  # the reply is the service's own, so nothing is added to it
-
-    def __init__(self, exit_code: int, data: "Any" = None, error: "Optional[Json]" = None,
-                 meta: "Optional[Json]" = None, **more: "Any") -> None:
-        self.exit_code, self.data, self.error, self.meta = int(exit_code), data, error, meta or {}
-        vars(self).update(more)
 
 
 def new_id(prefix: str) -> str:
@@ -256,8 +273,8 @@ def operation_envelope(request_id: str, status: str, data: "Any" = None, code: s
             "warnings": [], "error": error}
 
 
-def is_operation_envelope(value: "Any") -> bool:
-    """Whether a JSON value is a whole and valid OperationEnvelope."""
+def is_operation_envelope(value: "Json") -> bool:
+    """Whether a JSON object is a whole and valid OperationEnvelope."""
     def texts(item: "Any", needed: str, optional: str = "") -> bool:
         return isinstance(item, dict) and all(
             isinstance(item.get(key), str) for key in needed.split()) and all(
@@ -265,29 +282,14 @@ def is_operation_envelope(value: "Any") -> bool:
 
     if not texts(value, "request_id status") or set(value) != set(operation_envelope("", "")):
         return False
-    status, error, warnings = value["status"], value["error"], value["warnings"]
-    told = texts(error, "code message", "operation_id") \
-        and isinstance(error.get("retryable"), bool) \
+    version, status, error = value["schema_version"], value["status"], value["error"]
+    told = texts(error, "code message", "operation_id") and type(error.get("retryable")) is bool \
         and bool(re.fullmatch("[a-z][a-z0-9_]*", error["code"]))
-    return (value["schema_version"] == 1 and value["schema_version"] is not True
-            and value["request_id"] != "" and isinstance(warnings, list)
-            and all(texts(warning, "code message", "collection_id item_id") for warning in warnings)
-            and (told or error is None and status != "error") and not (told and status == "ok")
-            and status in ("ok", "needs_clarification", "partial", "error"))
-
-
-# Exit codes by error.code, the meaning first; `not_found` and `proposal_not_applicable` are absent
-# because their HTTP status decides.
-_EXIT_OF_CODE = {code: exit_code for exit_code, codes in {
-    1: "unauthenticated forbidden internal_error",
-    2: "invalid_input configuration_invalid calendar_unsupported limit_exceeded cursor_expired "
-       "proposal_expired",
-    3: "approval_required clarification_required",
-    4: "etag_conflict idempotency_conflict",
-    5: "dependency_unavailable journal_unavailable judgment_unavailable judgment_invalid",
-    6: "operation_unknown partial_apply needs_reconciliation context_pending"}.items()
-    for code in codes.split()}
-_EXIT_OF_STATUS = {200: 0, 201: 0, 202: 6, 400: 2, 413: 2, 422: 2, 409: 4, 412: 4, 503: 5}
+    return (version == 1 and version is not True and value["request_id"] != ""
+            and isinstance(value["warnings"], list) and all(
+                texts(item, "code message", "collection_id item_id") for item in value["warnings"])
+            and (status == "ok" and error is None or status == "error" and told
+                 or status in ("needs_clarification", "partial") and (told or error is None)))
 
 
 def resolve_exit_code(envelope: "Json", http_status: "Optional[int]") -> int:
@@ -319,15 +321,15 @@ def parse_json(data: bytes, huge: bool = False) -> "Any":
     """One JSON value (RFC 8259) from UTF-8 bytes, strictly. Raises ValueError, saying where.
 
     Refused beyond the grammar: a byte-order mark, NaN and Infinity, a key twice in one object, a
-    number too large for a double (huge: but not an integer), and nesting deeper than the
-    interpreter's limit.
+    number too large for a double (huge: but not an integer), and nesting too deep to be read.
     """
     text = data.decode("utf-8")
 
     def refuse(token: str, what: str = "is not JSON") -> "NoReturn":
-        tokens = re.finditer(r'"(?:[^"\\]|\\.)*"|[^\s,:{}\[\]"]+', text)  # a string may hold it too
-        at = next((match.start() for match in tokens if match[0] == token), text.find(token))
-        raise ValueError(f"{token[:20]} {what}: line {text.count(chr(10), 0, at) + 1}")
+        bare = re.sub(r'"(?:[^"\\]|\\.)*"', "", text)  # a string may hold the token too
+        at = re.search(rf"(?<![^\s,:\[]){re.escape(token)}(?![^\s,\]}}])", bare)
+        line = bare.count("\n", 0, at.start()) + 1 if at else 1
+        raise ValueError(f"{token[:20]} {what}: line {line}")
 
     def number(token: str) -> float:
         if abs(float(token)) == float("inf"):
@@ -338,13 +340,11 @@ def parse_json(data: bytes, huge: bool = False) -> "Any":
         return int(token) if huge or len(token) < 300 or number(token) else 0
 
     def unique(pairs: "List[Tuple[str, Any]]") -> "Json":
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            seen: Set[str] = set()
-            for name, _ in pairs:
-                if name in seen:
-                    raise ValueError(f"the key {json.dumps(name)} occurs twice in one object")
-                seen.add(name)
+        found: Json = {}
+        for name, value in pairs:
+            if name in found:
+                raise ValueError(f"the key {json.dumps(name)} occurs twice in one object")
+            found[name] = value
         return found
 
     try:
@@ -359,35 +359,20 @@ def parse_json(data: bytes, huge: bool = False) -> "Any":
 # ---------------------------------------------------------------------------------------------
 
 
-def pending_end() -> int:
-    """The number of a blocked signal that asks this process to end, now taken; 0 for none."""
-    for signo in set(ENDING_SIGNALS) & set(signal.sigpending()):
-        if signal.getsignal(signo) != signal.SIG_IGN:
-            return int(signal.sigwait([signo]))
-    return 0
-
-
-def start_nothing_if_told_to_end() -> None:
-    """Raise Failure (CANCELLED) when such a signal came before the work that would follow."""
-    signo = pending_end()
-    if signo:
-        raise cancelled(signo)
-
-
-def before_deadline(deadline: "Optional[float]") -> float:
+def before_deadline(deadline: "Optional[float]" = None) -> float:
     """Seconds until the next look, 0 when the deadline (monotonic; None: none) has passed.
 
-    With its signals blocked, a process in a plain read or a lock is deaf; between short waits it
-    looks for them here. Raises Interrupted on one that ends the call.
+    With its signals blocked, a process in a plain read or a lock is deaf; between short waits,
+    and before it starts anything, it looks for them here. Raises Cancelled on one that ends it.
     """
-    signo = pending_end()
-    if signo:
-        raise Interrupted(signo)
+    for signo in set(ENDING_SIGNALS) & set(signal.sigpending()):
+        if signal.getsignal(signo) != signal.SIG_IGN:
+            raise Cancelled(int(signal.sigwait([signo])))
     return LOOK if deadline is None else max(0, min(LOOK, deadline - time.monotonic()))
 
 
 def wait_ready(descriptor: int, event: str, deadline: "Optional[float]") -> bool:
-    """Whether a descriptor is ready to "read" or "write" before the deadline. Or Interrupted."""
+    """Whether a descriptor is ready to "read" or "write" before the deadline. Or Cancelled."""
     import select
 
     if not hasattr(select, "poll"):  # Windows, where all that is written is that nothing runs
@@ -419,7 +404,7 @@ def write_all(descriptor: int, data: bytes, told: bool = False) -> "Optional[OSE
                 rest = rest[os.write(descriptor, rest[:piece]):]
             except BlockingIOError:
                 continue
-            except Interrupted:
+            except Cancelled:
                 give_up = give_up or time.monotonic() + GRACE
     except OSError as error:
         return error
@@ -462,22 +447,12 @@ def read_input(source: str, limit: int = INPUT_LIMIT, deadline: "Optional[float]
 
 def _is_string(value: "Any") -> bool:
     """Whether the system can take it as an argument or a name: no NUL, no lone surrogate."""
-    try:
-        return isinstance(value, str) and b"\0" not in value.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-
-
-def _is_text(value: "Any") -> bool:
-    return _is_string(value) and value.strip() != ""
+    return isinstance(value, str) and "\0" not in value \
+        and value == value.encode("utf-8", "ignore").decode("utf-8")
 
 
 def _is_strings(value: "Any") -> bool:
-    return isinstance(value, list) and all(_is_string(item) for item in value)
-
-
-def _is_number(value: "Any", highest: float = LONGEST_TIMEOUT) -> bool:
-    return type(value) in (int, float) and 0 <= value <= highest
+    return isinstance(value, list) and all(map(_is_string, value))
 
 
 def _is_pattern(value: "Any") -> bool:
@@ -487,14 +462,8 @@ def _is_pattern(value: "Any") -> bool:
         return False
 
 
-def _is_environment(value: "Any") -> bool:
-    return isinstance(value, dict) and all(
-        name and "=" not in name and _is_string(name) and _is_string(text)
-        for name, text in value.items())
-
-
-def _is_list_of(value: "Any", keys: "Dict[str, Rule]") -> bool:
-    return isinstance(value, list) and not any(_shape_faults(v, keys, keys) for v in value)
+def _is_number(value: "Any", highest: float = LONGEST_TIMEOUT) -> bool:
+    return type(value) in (int, float) and 0 <= value <= highest
 
 
 def _one_of(*allowed: str) -> "Rule":
@@ -505,7 +474,7 @@ def _like(pattern: str, what: str) -> "Rule":
     return lambda value: isinstance(value, str) and bool(re.fullmatch(pattern, value)), what
 
 
-_TEXT: "Rule" = (_is_text, "a non-empty string")
+_TEXT: "Rule" = (lambda value: _is_string(value) and value.strip() != "", "a non-empty string")
 _STRING: "Rule" = (lambda value: isinstance(value, str), "a string")
 _STRINGS: "Rule" = (_is_strings, "a list of strings")
 _OBJECT: "Rule" = (lambda value: isinstance(value, dict), "an object")
@@ -516,19 +485,41 @@ _COUNT: "Rule" = (lambda value: type(value) is int and value > 0, "a whole numbe
 _PATH = _like("/[^\0]*", "an absolute path")
 _NAME = _like("[a-z0-9]+(-[a-z0-9]+)*", "lower-case words in kebab-case")
 
-_AUDIT_KEYS = {"path": _PATH, "max_bytes": _COUNT, "max_files": _COUNT, "max_age_days": _COUNT}
 _ERROR_KEYS: "Dict[str, Rule]" = {  # of a ResponseEnvelope
     "code": _like("[A-Z][A-Z0-9_]+", "upper-case words"), "retryable": _BOOL, "context": _OBJECT,
     "phase": _one_of("validation", "execution", "cleanup"),
     **{key: _like("(?s).+", "a non-empty string")
        for key in ("message", "fix_required", "fix_command", "suggestion")},
     "retry_after_ms": (lambda value: type(value) is int and value >= 0, "milliseconds")}
+_AUDIT_KEYS = {"path": _PATH, "max_bytes": _COUNT, "max_files": _COUNT, "max_age_days": _COUNT}
 _ROOT_KEYS: "Dict[str, Rule]" = {
     "name": _NAME, "version": _TEXT, "description": _STRING, "timeout": _SECONDS,
     "base_url": _TEXT, "token_file": _TEXT, "commands": _OBJECT,
     "audit_log": (lambda value: isinstance(value, bool) or _PATH[0](value)
-                  or isinstance(value, dict) and not _shape_faults(value, _AUDIT_KEYS, ()),
+                  or isinstance(value, dict) and not shape_faults(value, _AUDIT_KEYS),
                   "true, false, an absolute path, or an object of " + ", ".join(_AUDIT_KEYS))}
+_EXAMPLE_KEYS = {"description": _STRING, "command": _STRING}
+_COMMAND_KEYS: "Dict[str, Tuple[str, Rule]]" = {  # the kinds that have the key, and its rule
+    "description": ("phd", _TEXT), "timeout": ("phd", _SECONDS),
+    "danger_level": ("phd", _one_of("safe", "mutating", "destructive")),
+    "arguments": ("phd", _one_of("passthrough", "declared")),
+    "option_placement": ("phd", _one_of("any", "strict")), "required_scopes": ("phd", _STRINGS),
+    "examples": ("phd", (
+        lambda value: isinstance(value, list) and not any(
+            shape_faults(item, _EXAMPLE_KEYS, _EXAMPLE_KEYS) for item in value),
+        'a list of {"description": "...", "command": "..."}')),
+    "argv": ("p", (lambda value: _is_strings(value) and value[:1] not in ([], [""]),
+                   "a list of strings, the program first")),
+    "help_argv": ("p", _STRINGS), "stdin": ("p", _one_of("inherit", "none")),
+    "env": ("p", (lambda value: isinstance(value, dict) and all(
+        name and "=" not in name and _is_strings([name, text]) for name, text in value.items()),
+        "an object of strings, no name empty or with a =")),
+    "http": ("h", _OBJECT), "flags": ("hd", _OBJECT), "positionals": ("hd", _LIST)}
+_HTTP_KEYS: "Dict[str, Rule]" = {
+    "method": _one_of("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD"),
+    "path": _like(r"(/([!$-.0-;=@-Z_a-z~]|\{[a-z][a-z0-9_-]*\})*)+",
+                  "an absolute path of visible ASCII without ? and #"),
+    "input": _one_of("required", "optional", "none")}
 _ARGUMENT_KEYS: "Dict[str, Rule]" = {
     "required": _BOOL, "description": _STRING, "pattern": (_is_pattern, "a regular expression"),
     "enum_values": (lambda value: _is_strings(value) and value != [], "a list of strings")}
@@ -537,55 +528,53 @@ _FLAG_KEYS: "Dict[str, Rule]" = dict(
     type=_one_of("string", "integer", "number", "boolean", "array", "enum"),
     default=(lambda value: True, ""),
     env_vars=(lambda value: isinstance(value, list) and all(
-        isinstance(v, dict) and _is_text(v.get("name")) and "=" not in v["name"] for v in value),
+        isinstance(v, dict) and _TEXT[0](v.get("name")) and "=" not in v["name"] for v in value),
         'a list of {"name": ...}'))
 _POSITIONAL_KEYS: "Dict[str, Rule]" = dict(
     _ARGUMENT_KEYS, type=_one_of("string", "integer", "number", "enum"),
     name=_like("[a-z][a-z0-9_-]*", "lower-case letters, digits, - and _"))
-_HTTP_KEYS: "Dict[str, Rule]" = {
-    "method": _one_of("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD"),
-    "path": _like(r"(/([!$-.0-;=@-Z_a-z~]|\{[a-z][a-z0-9_-]*\})*)+",
-                  "an absolute path of visible ASCII without ? and #"),
-    "input": _one_of("required", "optional", "none")}
-_COMMAND_KEYS: "Dict[str, Rule]" = {
-    "description": _TEXT, "danger_level": _one_of("safe", "mutating", "destructive"),
-    "arguments": _one_of("passthrough", "declared"), "option_placement": _one_of("any", "strict"),
-    "timeout": _SECONDS, "required_scopes": _STRINGS,
-    "examples": (lambda value: _is_list_of(value, {"description": _STRING, "command": _STRING}),
-                 'a list of {"description": "...", "command": "..."}')}
-_ENTRY_KEYS: "Dict[str, Dict[str, Rule]]" = {
-    "passthrough": dict(
-        _COMMAND_KEYS, help_argv=_STRINGS, stdin=_one_of("inherit", "none"),
-        argv=(lambda value: _is_strings(value) and value[:1] not in ([], [""]),
-              "a list of strings, the program first"),
-        env=(_is_environment, "an object of strings, no name empty or with a =")),
-    "http": dict(_COMMAND_KEYS, http=_OBJECT, flags=_OBJECT, positionals=_LIST),
-    "declared": dict(_COMMAND_KEYS, flags=_OBJECT, positionals=_LIST)}
 _VALUES = {"string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,),
            "array": (list,), "enum": (str,)}
-# Why a passthrough command may not declare what others may (REQ-C-031).
-_NOT_PASSTHROUGH = {
-    "flags": "every token after the path is the tool's", "stdout": "stdout is the tool's",
-    "positionals": "every token after the path is the tool's", "protocol": "stdout is the tool's",
-    "stderr": "the tool's own stderr already precedes the envelope",
-    "confirm_flag": "there is no preview to confirm"}
 
 
-def _shape_faults(value: "Any", keys: "Dict[str, Rule]", required: "Iterable[str]") -> "List[str]":
-    """What of an object breaks a table of keys, a sentence a breach."""
+def shape_faults(value: "Any", rules: "Dict[str, Rule]",
+                 required: "Iterable[str]" = ()) -> "List[str]":
+    """What of an object breaks a table of rules, a sentence a breach."""
     if not isinstance(value, dict):
         return ["must be an object"]
-    faults = [f'"{key}" is missing; it must be {keys[key][1]}' for key in required
+    faults = [f'"{key}" is missing; it must be {rules[key][1]}' for key in required
               if key not in value]
     for key, item in value.items():
-        if key not in keys:
-            kinds = " or ".join(kind for kind in _ENTRY_KEYS if key in _ENTRY_KEYS[kind])
-            why = f"only a {kinds} command has it" if kinds and "danger_level" in keys \
-                else nearest(key, keys)
-            faults.append(f'unknown key "{key}"' + (f": {why}" if why else ""))
-        elif not keys[key][0](item):
-            faults.append(f'"{key}" must be {keys[key][1]}')
+        if key not in rules:
+            faults.append(f'unknown key "{key}". {nearest(key, rules) or ""}'.rstrip(". "))
+        elif not rules[key][0](item):
+            faults.append(f'"{key}" must be {rules[key][1]}')
     return faults
+
+
+def sound(value: "Json", rules: "Dict[str, Rule]") -> "Json":
+    """The part of an object that breaks no rule."""
+    return {key: item for key, item in value.items() if key in rules and rules[key][0](item)}
+
+
+def argument_faults(spec: "Any", rules: "Dict[str, Rule]", *required: str) -> "List[str]":
+    """What of one flag's or positional's declaration breaks a rule."""
+    faults = shape_faults(spec, rules, ("type", "required", "description", *required))
+    if not faults and (spec["type"] == "enum") != ("enum_values" in spec):
+        faults.append('"enum_values" and the type "enum" need each other')
+    if not faults and "default" in spec:
+        if type(spec["default"]) not in _VALUES[spec["type"]]:
+            faults.append(f'"default" must be of the type {spec["type"]}')
+        elif spec["type"] in ("string", "enum"):
+            try:
+                convert(spec["default"], spec, '"default"')
+            except Failure as wrong:
+                faults.append(str(wrong))
+    return faults
+
+
+def flag(kind: str, description: str, required: bool = False, **more: "Any") -> "Json":
+    return dict(type=kind, required=required, description=description, **more)
 
 
 class Command:
@@ -597,111 +586,88 @@ class Command:
         self.entry: Json = entry if isinstance(entry, dict) else {}
         self.kind = kind or ("passthrough" if self.entry.get("arguments") == "passthrough" else
                              "http" if "http" in self.entry else "declared")
-
-    @property
-    def positionals(self) -> "List[Json]":
-        return self.entry.get("positionals") or []
-
-    @property
-    def is_safe(self) -> bool:
-        return bool(self.entry["danger_level"] == "safe")
-
-    @property
-    def is_destructive(self) -> bool:
-        return bool(self.entry["danger_level"] == "destructive")
+        self.is_safe = self.entry.get("danger_level") == "safe"
+        self.is_destructive = self.entry.get("danger_level") == "destructive"
+        self.positionals: List[Json] = self.entry.get("positionals") or []
 
     def flags(self) -> "Dict[str, Json]":
         """The command's own flags: those that it declares and those that its kind brings."""
         return dict(self.entry.get("flags") or {}, **self.brought())
 
     def brought(self) -> "Dict[str, Json]":
-        """The flags that the kind of command brings along."""
-        flags: Dict[str, Json] = {}
-        if self.kind == "http" and self.entry["http"].get("input", "none") != "none":
-            flags["input"] = flag("string", "The JSON body: - for stdin, or a file's path")
-            flags["input"]["required"] = self.entry["http"]["input"] == "required"
+        flags, body = {}, self.entry.get("http", {}).get("input", "none")
+        if body != "none":
+            flags["input"] = flag("string", "The JSON body: - for stdin, or a file's path",
+                                  body == "required")
         if self.kind == "http" and not self.is_safe:
             flags["operation-id"] = flag("string", "The same as --idempotency-key")
         if self.kind == "declared" and self.is_destructive:
             flags["dry-run"] = flag("boolean", "Show what it would do and do nothing")
-        if self.kind in ("http", "declared") and self.is_destructive:
+        if self.is_destructive:
             flags["confirm-destructive"] = flag("boolean", "Do it, although it cannot be undone")
         return flags
 
     def faults(self, app: "App") -> "List[str]":
         """Every rule that the entry breaks."""
-        entry, kind, faults = dict(self.entry), self.kind, []
+        faults, rules = [], {key: rule for key, (kinds, rule) in _COMMAND_KEYS.items()
+                             if self.kind[0] in kinds}
+        entry = {key: item for key, item in self.entry.items()
+                 if (key, item) not in (("flags", {}), ("positionals", []))}
         if not all(_NAME[0](word) for word in self.path.split(".")):
             faults.append("the name must be lower-case words in kebab-case, joined by dots")
         if self.path.split(".")[0] in BUILTINS:
             faults.append("it is a built-in command's name")
-        if kind == "passthrough":
-            empty: Json = {"flags": {}, "positionals": []}
-            faults += [f'a passthrough command may not declare "{key}": {why}'
-                       for key, why in _NOT_PASSTHROUGH.items()
-                       if key in entry and entry.pop(key) != empty.get(key, key)]
+        for key in set(entry) & set(_COMMAND_KEYS) - set(rules):
+            faults.append(f'a {self.kind} command may not declare "{key}"')
+            del entry[key]
+        if self.kind == "passthrough":
             if entry.get("option_placement") == "any":
                 faults.append('"option_placement" is "strict" for every passthrough command')
-            if entry.get("danger_level") == "destructive":
+            if self.is_destructive:
                 faults.append('a passthrough command may not be "destructive": nothing previews it')
-        required = ["description", "danger_level"] + ["argv"] * (kind == "passthrough")
-        faults += _shape_faults(entry, _ENTRY_KEYS[kind], required)
-        if kind == "http":
-            faults += [f'"http": {fault}' for fault in _shape_faults(
+        faults += shape_faults(entry, rules, ("description", "danger_level")
+                               + ("argv",) * (self.kind == "passthrough"))
+        if self.kind == "http":
+            faults += [f'"http": {fault}' for fault in shape_faults(
                 entry["http"], _HTTP_KEYS, ("method", "path"))]
-        if kind != "passthrough" and isinstance(entry.get("flags", {}), dict) \
-                and isinstance(entry.get("positionals", []), list) \
-                and isinstance(entry.get("http", {}), dict) and "danger_level" in entry:
-            faults += self._argument_faults(app)
+        if self.kind != "passthrough":
+            whole = sound(entry, rules)
+            whole["http"] = sound(whole.get("http", {}), _HTTP_KEYS)
+            faults += Command(self.path, whole, self.kind)._argument_faults(app)
         return [f'command "{self.path}": {fault}' for fault in faults]
 
     def _argument_faults(self, app: "App") -> "List[str]":
         """Every rule that the flags, the positionals and the placeholders of a path break."""
-        declared: Json = self.entry.get("flags") or {}
-        taken = set(app.flags) | set(self.brought())
+        declared, brought = self.entry.get("flags", {}), self.brought()
         letters = {spec.get("short") for spec in app.flags.values()}
-        names: Dict[str, bool] = {}
+        places: Dict[str, bool] = {}  # whether a positional is required
         faults: List[str] = []
-
-        def check(where: str, spec: "Any", keys: "Dict[str, Rule]", *more: str) -> "Json":
-            found = _shape_faults(spec, keys, ("type", "required", "description") + more)
-            if not found and (spec["type"] == "enum") != ("enum_values" in spec):
-                found = ['"enum_values" and the type "enum" need each other']
-            if not found and "default" in spec:
-                if type(spec["default"]) not in _VALUES[spec["type"]]:
-                    found = [f'"default" must be of the type {spec["type"]}']
-                elif spec["type"] in ("string", "enum"):
-                    try:
-                        convert(spec["default"], spec, '"default"')
-                    except Failure as failure:
-                        found = [str(failure)]
-            faults.extend(f"{where}: {fault}" for fault in found)
-            return {} if found else spec
-
         for name, spec in declared.items():
-            where = f'flag "{name}"'
+            found = argument_faults(spec, _FLAG_KEYS)
+            letter = None if found else spec.get("short")
             if not _NAME[0](name):
-                faults.append(f"{where}: the name must be lower-case words in kebab-case")
-            if name in taken:
-                faults.append(f"{where}: is a global option's name, or one that agentcli brings")
-            letter = check(where, spec, _FLAG_KEYS).get("short")
+                found.append("the name must be lower-case words in kebab-case")
+            if name in app.flags or name in brought:
+                found.append("is a global option's name, or one that agentcli brings")
             if letter and letter in letters:
-                faults.append(f'{where}: the letter "{letter}" is taken')
+                found.append(f'the letter "{letter}" is taken')
             letters.add(letter)
+            faults += [f'flag "{name}": {fault}' for fault in found]
         for spec in self.positionals:
             name = str(spec.get("name") if isinstance(spec, dict) else spec)
-            if check(f'positional "{name}"', spec, _POSITIONAL_KEYS, "name"):
-                if name in names or name in declared or name in self.brought():
-                    faults.append(f'positional "{name}": the name is taken')
-                if spec["required"] and not all(names.values()):
-                    faults.append(f'positional "{name}": follows an optional one; require none')
-                names[name] = spec["required"]
-        if self.kind == "http" and not _shape_faults(self.entry["http"], _HTTP_KEYS, ("path",)):
+            found = argument_faults(spec, _POSITIONAL_KEYS, "name")
+            if name in places or name in declared or name in brought:
+                found.append("the name is taken")
+            if not found and spec["required"] and not all(places.values()):
+                found.append("follows an optional one; require none")
+            places[name] = not found and spec["required"]
+            faults += [f'positional "{name}": {fault}' for fault in found]
+        if "path" in self.entry["http"]:
             holes = set(re.findall(r"\{([^}]*)\}", self.entry["http"]["path"]))
             faults += [f'"http": {{{hole}}} in the path needs a required positional of that name'
-                       for hole in sorted(holes) if not names.get(hole)]
+                       for hole in sorted(holes) if not places.get(hole)]
             faults += [f'positional "{name}": the path does not use it'
-                       for name in names if name not in holes]
+                       for name in places if name not in holes]
         return faults
 
 
@@ -713,8 +679,8 @@ def path_faults(commands: "Dict[str, Command]") -> "List[str]":
 
 
 def invalid_manifest(path: str, faults: "Sequence[str]") -> Failure:
-    return Failure(ExitCode.ARG_ERROR, "INVALID_MANIFEST", f"{path}: {'; '.join(faults)}",
-                   phase="validation", context={"faults": list(faults)},
+    return failure("INVALID_MANIFEST", f"{path}: {'; '.join(faults)}",
+                   context={"faults": list(faults)},
                    fix_required="Correct the manifest; nothing was run")
 
 
@@ -734,11 +700,11 @@ def find_manifest(given: "Optional[str]") -> str:
         for folder in beside:
             if os.path.exists(os.path.join(folder, name)):
                 return os.path.join(folder, name)
-    fault = ('there is no manifest. Make one there, such as {"name": "ledger", "commands": '
-             '{"lint": {"description": "Compile a file", "danger_level": "mutating", "arguments": '
-             '"passthrough", "argv": ["{python}", "-m", "py_compile"]}}}, or name one with '
-             "--manifest PATH or AGENTCLI_MANIFEST")
-    raise invalid_manifest(os.path.join(beside[0], "manifest.json"), [fault])
+    raise invalid_manifest(os.path.join(beside[0], "manifest.json"), [
+        ('there is no manifest. Make one there, such as {"name": "ledger", "commands": {"lint": '
+         '{"description": "Compile a file", "danger_level": "mutating", "arguments": '
+         '"passthrough", "argv": ["{python}", "-m", "py_compile"]}}}, or name one with '
+         "--manifest PATH or AGENTCLI_MANIFEST")])
 
 
 def load(path: str, app: "Optional[App]" = None) -> "App":
@@ -747,8 +713,9 @@ def load(path: str, app: "Optional[App]" = None) -> "App":
     Raises Failure (exit 2, INVALID_MANIFEST) with every fault of the file in one answer.
     """
     script, app = app is not None, app or App()
+    app.source, app.folder = path, os.path.dirname(path)
     try:
-        app.source, app.folder = path, os.path.dirname(os.path.abspath(path))
+        app.folder = os.path.dirname(os.path.abspath(path))
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise OSError(errno.EINVAL, "it is not a regular file")
@@ -757,17 +724,15 @@ def load(path: str, app: "Optional[App]" = None) -> "App":
         raise invalid_manifest(path, [reason_of(error)]) from None
     except ValueError as error:  # UnicodeDecodeError and JSONDecodeError among them
         raise invalid_manifest(path, [f"it is not JSON in UTF-8: {error}"]) from None
-    faults = _shape_faults(document, _ROOT_KEYS, ("commands",))
-    document = document if isinstance(document, dict) else {}
-    for key, rule in _ROOT_KEYS.items():  # those that hold, so that --version is right all the same
-        if key in document and key != "commands" and rule[0](document[key]):
-            setattr(app, key, document[key])
-    entries = document.get("commands")
-    for name, entry in entries.items() if isinstance(entries, dict) else ():
-        command = Command(name, entry)
+    faults = shape_faults(document, _ROOT_KEYS, ("commands",))
+    root = sound(document if isinstance(document, dict) else {}, _ROOT_KEYS)
+    entries = root.pop("commands", {})
+    vars(app).update(root)  # what holds, so that --version is right all the same
+    for name, entry in entries.items():
         if not isinstance(entry, dict):
             faults.append(f'command "{name}": must be an object')
             continue
+        command = Command(name, entry)
         faults += command.faults(app)
         if script and command.kind == "declared":
             faults.append(f'command "{name}": needs "arguments": "passthrough" with "argv", or '
@@ -782,11 +747,6 @@ def load(path: str, app: "Optional[App]" = None) -> "App":
 # ---------------------------------------------------------------------------------------------
 # Command line
 # ---------------------------------------------------------------------------------------------
-
-
-def flag(kind: str, description: str, **more: "Any") -> "Json":
-    return dict(type=kind, required=False, description=description, **more)
-
 
 GLOBAL_FLAGS = {
     "format": flag("enum", "How the outcome is told; json is the default off a terminal",
@@ -890,15 +850,15 @@ def exact_options(tokens: "Sequence[str]",
         spec = flags.get(name) if token[:2] == "--" else None
         if token[:1] != "-":
             rest.append(token)
-        elif spec and spec["type"] == "boolean" and not equals:
+        elif not spec or spec["type"] == "boolean" and equals:
+            return None
+        elif spec["type"] == "boolean":
             found.setdefault(name, []).append(True)
-        elif spec and spec["type"] != "boolean":
+        else:
             text = value if equals else next(waiting, "-")
             if not equals and text[:1] == "-":
                 return None
             found.setdefault(name, []).append(text)
-        else:
-            return None
     return found, rest
 
 
@@ -920,8 +880,7 @@ def parse_options(tokens: "Sequence[str]",
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> "NoReturn":
             name = str(getattr(sys.exc_info()[1], "argument_name", message)).partition("/")[0]
-            spec = flags.get(name[2:])
-            boolean = spec and spec["type"] == "boolean"
+            boolean = flags.get(name[2:], {}).get("type") == "boolean"
             letter = re.search("'(.)", message)
             if boolean and letter and not any(token.startswith(name + "=") for token in tokens):
                 raise argument_error(f"There is no option -{letter[1]} here")  # -lz, and no -z
@@ -941,17 +900,16 @@ def parse_options(tokens: "Sequence[str]",
 
 def convert(text: str, spec: "Json", where: str) -> "Any":
     """An argument's value by its declared type. Raises Failure (ARG_ERROR)."""
-    must: Optional[str] = None
-    value: Any = text
-    if spec["type"] in ("integer", "number") and re.fullmatch("[+-]?[0-9]{1,300}", text):
+    kind, value, must = spec["type"], text, ""  # type: str, Any, str
+    if kind in ("integer", "number") and re.fullmatch("[+-]?[0-9]{1,300}", text):
         value = int(text)
-    elif spec["type"] == "integer":
+    elif kind == "integer":
         must = "a whole number"
-    elif spec["type"] == "number":
+    elif kind == "number":
         decimal = re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text)
-        value = float(text) if decimal else 0.0
-        must = None if decimal and abs(value) != float("inf") else "a finite decimal number"
-    elif spec["type"] == "enum" and text not in spec["enum_values"]:
+        value = float(text) if decimal else float("inf")
+        must = "a finite decimal number" * (abs(value) == float("inf"))
+    elif kind == "enum" and text not in spec["enum_values"]:
         must = "one of " + ", ".join(spec["enum_values"])
     if not must and "pattern" in spec and not re.search(spec["pattern"], text):
         must = f"text that matches {spec['pattern']}"
@@ -982,8 +940,9 @@ def parse(call: Call) -> "Callable[[Call], Outcome]":
     """
     app = call.app
     options, call.words, rest = split_command_line(call.argv, app.commands, app.flags)
+    leading = split_command_line(call.argv, {}, app.flags)[0]
     command = call.command = app.commands.get(".".join(call.words))
-    own: Json = command.flags() if command else {}
+    own = command.flags() if command else {}
     flags, literal = dict(app.flags, **own), []
     if call.is_passthrough:
         call.tokens, rest = rest, []
@@ -993,31 +952,25 @@ def parse(call: Call) -> "Callable[[Call], Outcome]":
     call.timeout = app.timeout_of(command)
     wanted = "json" * ("--json" in tokens) or value_in(tokens, "--format") or app.setting("FORMAT")
     call.format = wanted if wanted in ("json", "text") else call.format
-    leading = split_command_line(call.argv, {}, app.flags)[0]
     mistyped = not command and rest[:1] != [] and rest[0][:1] != "-"
     shown = set(leading if app.broken or mistyped else tokens)  # more may be meant for a tool
-    if shown & {"--help", "-h"}:
-        return show_help
-    if shown & {"--version", "-V"}:
-        return show_version
+    for step, names in (show_help, {"--help", "-h"}), (show_version, {"--version", "-V"}):
+        if shown & names:
+            return step
     if app.broken and not (command and command.path == "doctor"):
         raise app.broken
     if mistyped and not any(token[:1] == "-" for token in parse_options(leading, flags)[1]):
         raise _unknown_command(call, rest[:1])
     if command and command.path != "doctor":
-        try:
-            call.audit = audit_log_of(app)
-        except Failure as failure:
-            if failure.error["code"] != "STATE_UNAVAILABLE":
-                raise
-            call.warn("AUDIT_LOG_UNAVAILABLE", str(failure))
+        call.audit = audit_log_of(call)
     values, extra = parse_options(tokens, flags)
-    if "help" in values or "version" in values:  # among other letters, such as -lh
-        return show_help if "help" in values else show_version
-    if values.pop("json", None):
-        values.setdefault("format", []).append("json")
-    if "operation-id" in values:
-        values.setdefault("idempotency-key", []).extend(values.pop("operation-id"))
+    for step, name in (show_help, "help"), (show_version, "version"):
+        if name in values:  # among other letters, such as -lh
+            return step
+    for name, same, value in ("json", "format", ["json"]), ("operation-id", "idempotency-key", []):
+        if name in values:
+            values.setdefault(same, []).extend(value or values[name])
+            del values[name]
     for token in extra:
         if len(token) > 1 and token[0] == "-" and not re.fullmatch(r"-[0-9.]+", token):
             name = token.partition("=")[0]
@@ -1061,13 +1014,12 @@ def _check_options(call: Call) -> None:
             options[name] = convert(text, app.flags[name], app.prefix + variable)
     call.format = options.get("format", call.format)
     call.timeout = options.get("timeout", call.timeout)
-    key = options.get("idempotency-key")
     for wrong, message in (
             (not 1 <= len(options.get("session", "-")) <= 255,
              f"--session and {app.prefix}SESSION_ID take 1 to 255 characters"),
-            (key is not None and not re.fullmatch("[!-~]{1,255}", key),
+            (not re.fullmatch("[!-~]{1,255}", options.get("idempotency-key", "-")),
              "--idempotency-key takes 1 to 255 visible ASCII characters"),
-            (key is not None and (not command or command.is_safe),
+            ("idempotency-key" in options and (not command or command.is_safe),
              "--idempotency-key needs a mutating or destructive command"),
             (not 0 <= call.timeout <= LONGEST_TIMEOUT,
              f"--timeout takes 0 (no limit) to {LONGEST_TIMEOUT} seconds"),
@@ -1189,7 +1141,7 @@ def take_lock(descriptor: int, offset: int, deadline: "Optional[float]",
     """Lock one byte of a file for this process before the deadline (monotonic; None: no limit).
 
     shared: only to see that nobody holds it, beside others who look. The kernel frees the lock when
-    the process ends, however it ends. Raises OSError, Interrupted.
+    the process ends, however it ends. Raises OSError, Cancelled.
     """
     import fcntl
 
@@ -1239,73 +1191,71 @@ class JournalEntry:
     """
 
     def __init__(self, call: Call, identity: str) -> None:
-        self.call = call
-        self.began = time.time()
-        self.identity = identity
+        self.call, self.identity, self.began = call, identity, time.time()
         self.fields: Json = {"run": call.request_id, "at": round(self.began, 3),
                              "command": call.command and call.command.path}
         self.key = None if call.operation_id else call.options.get("idempotency-key")
         self.folder = os.path.join(call.app.state_folder(), "journal")
         self.open_files: List[int] = []
-        self.places: List[Tuple[str, int, str, Json]] = []  # as names, with the open descriptor
-        self.names: List[Tuple[str, str, Json]] = []  # file, id, and what its records add
+        self.places: List[Place] = []
         session = call.options.get("session")
         of = {} if session is None else {"session": digest("session", session)}
         if self.key is not None:
-            self.names.append((self._day(0), digest("key", self.key), dict(of, who=identity)))
+            self.places.append((self._day(0), digest("key", self.key), dict(of, who=identity)))
         if session is not None:
-            self.names.append((of["session"] + ".jsonl", digest(of["session"], identity), {}))
-        if not self.names:
-            self.names.append((self._day(0), digest("operation", call.operation_id), {}))
+            self.places.append((of["session"] + ".jsonl", digest(of["session"], identity), {}))
+        if not self.places:
+            self.places.append((self._day(0), digest("operation", call.operation_id), {}))
 
     def _day(self, ago: float) -> str:
         return time.strftime("day-%Y-%m-%d.jsonl", time.gmtime(self.began - ago))
 
+    def _open(self, name: str) -> int:
+        path = os.path.join(self.folder, name)
+        new = not os.path.exists(path)
+        self.open_files.append(private_file(path))
+        if new:
+            forget_old_journals(self.folder)
+        return self.open_files[-1]
+
+    def close(self) -> None:
+        for descriptor in self.open_files:
+            os.close(descriptor)
+
     def open(self) -> None:
         """Take the run's locks and open its files. Raises OSError, Failure (6, IN_PROGRESS)."""
         private_folder(self.folder)
-        locks = private_file(os.path.join(self.folder, "locks"))
-        self.open_files.append(locks)
-        for name, key, more in self.names:
-            path = os.path.join(self.folder, name)
-            new = not os.path.exists(path)
-            self.places.append((key, private_file(path), path, more))
-            if new:
-                forget_old_journals(self.folder)
-            self.open_files.append(self.places[-1][1])
+        locks = self._open("locks")
+        for name, key, _ in self.places:
+            self._open(name)
             if not take_lock(locks, int(key[:15], 16), self.call.deadline):
-                raise Failure(
-                    ExitCode.CONFLICT, "IN_PROGRESS", "The same call is still running; it did not "
-                    f"end within this call's limit of {self.call.timeout:g} s", retryable=True,
+                raise failure(
+                    "IN_PROGRESS", "The same call is still running; it did not end within this "
+                    f"call's limit of {self.call.timeout:g} s", retryable=True,
                     suggestion="Call again later: it replays the end of the one that runs")
-
-    def close(self) -> None:
-        while self.open_files:
-            os.close(self.open_files.pop())
 
     def latest(self) -> "Optional[Json]":
         """The last record of an earlier run of the call, or None. Raises OSError, Failure (6)."""
-        key, descriptor, path, _ = self.places[0]
+        name, key, _ = self.places[0]
         needle = b'{"id":"%s"' % key.encode()
-        record = next(whole_records(descriptor, needle), None)
+        record = next(whole_records(self.open_files[1], needle), None)
         if self.key is not None:
-            yesterday = os.path.join(self.folder, self._day(KEY_SECONDS))
-            if record is None and os.path.exists(yesterday):
-                self.open_files.append(private_file(yesterday))
-                record = next(whole_records(self.open_files[-1], needle), None)
+            yesterday = self._day(KEY_SECONDS)
+            if record is None and os.path.exists(os.path.join(self.folder, yesterday)):
+                record = next(whole_records(self._open(yesterday), needle), None)
             if record and record["at"] < self.began - KEY_SECONDS:
                 record = None
             if record and record.get("who") != self.identity:
-                raise Failure(ExitCode.CONFLICT, "IDEMPOTENCY_CONFLICT",
-                              f"The key named another call of {record['command']} at "
-                              f"{timestamp(record['at'])}", suggestion="Use a new key for it")
+                raise failure("IDEMPOTENCY_CONFLICT", f"The key named another call of "
+                              f"{record['command']} at {timestamp(record['at'])}",
+                              suggestion="Use a new key for it")
         if record:
-            os.utime(path)  # so that a file that is only read is not taken for an unused one
+            os.utime(os.path.join(self.folder, name))  # a file that is only read is in use too
         return record
 
     def write(self, event: str, durable: bool = False, **fields: "Any") -> None:
         """Append a record to each of the run's places. Raises OSError."""
-        for key, descriptor, _, more in self.places:
+        for descriptor, (_, key, more) in zip(self.open_files[1:], self.places):
             record = dict({"id": key, "event": event}, **self.fields, **more, **fields)
             append_record(descriptor, record, durable)
 
@@ -1334,19 +1284,19 @@ def whole_records(descriptor: int, needle: bytes = b"{") -> "Iterator[Json]":
     """The journal's records that hold the needle, the last first, without those of no run."""
     void = set()  # runs that never started
     for _, record in records_backwards(descriptor, needle):
-        texts = all(isinstance(record.get(key), str) for key in ("run", "event", "command")) \
-            and re.fullmatch("[0-9a-f]{32}", str(record.get("id")))
-        if texts and record["event"] == "void":
-            void.add(record["run"])
-        error = record.get("error")
-        ended = record.get("event") != "finished" or (
+        error, end = record.get("error"), record.get("event") == "finished"
+        known = all(isinstance(record.get(key), str) for key in ("run", "event", "command")) \
+            and re.fullmatch("[0-9a-f]{32}", str(record.get("id"))) \
+            and _is_number(record.get("at"), highest=1e11)
+        told = not end or (
             type(record.get("exit")) is int and 0 <= record["exit"] <= 255
             and _is_number(record.get("end"), highest=1e11)
             and isinstance(record.get("data"), (dict, list, type(None)))
             and (isinstance(error, dict) and isinstance(error.get("code"), str)
                  if record["exit"] else error is None))
-        timed = _is_number(record.get("at"), highest=1e11)
-        if texts and ended and timed and record["run"] not in void:
+        if known and record["event"] == "void":
+            void.add(record["run"])
+        if known and told and record["run"] not in void:
             yield record
 
 
@@ -1358,8 +1308,8 @@ def forget_old_journals(folder: str) -> None:
     for name in os.listdir(folder):
         path = os.path.join(folder, name)
         try:
-            if name.endswith(".jsonl") and \
-                    time.time() - os.stat(path).st_mtime > JOURNAL_DAYS * 86400:
+            age = time.time() - os.stat(path).st_mtime
+            if name.endswith(".jsonl") and age > JOURNAL_DAYS * 86400:
                 os.unlink(path)
         except OSError:  # another call was faster
             continue
@@ -1372,10 +1322,10 @@ def replay(record: "Json") -> Outcome:
         pid = record.get("pid")
         why = "its answer was too large to keep" if "omitted" in record else \
             "never reported its end" + (f" (its process had the pid {pid})" if pid else "")
-        raise Failure(
-            ExitCode.PARTIAL_FAILURE, "OUTCOME_UNKNOWN", f"The same call began at {when} but {why}",
-            phase="execution", suggestion="Find out what it has done, then call again with "
-            "--rerun before the command path",
+        raise failure(
+            "OUTCOME_UNKNOWN", f"The same call began at {when} but {why}",
+            suggestion="Find out what it has done, then call again with --rerun before the "
+            "command path",
             context={"started_at": when, "pid": pid, "request_id": record["run"]})
     data, error = record.get("data"), record.get("error")
     if data is None or isinstance(data, dict):
@@ -1383,7 +1333,8 @@ def replay(record: "Json") -> Outcome:
     if error:
         error = dict(error, suggestion=f"So it ended at {timestamp(record['end'])}; it was not run "
                      "again. --rerun before the command path runs it")
-    return Outcome(record["exit"], data, error, {"idempotency_hit": True, "first_run_at": when},
+    return Outcome(record["exit"], data, error, meta={"idempotency_hit": True,
+                                                      "first_run_at": when},
                    text=f"not run again: it ran at {when} and ended well; --rerun runs it")
 
 
@@ -1393,7 +1344,6 @@ def surroundings(reads_stdin: bool = True) -> "Tuple[Any, ...]":
     The file is known by device, inode, size, time and read position.
     """
     file: Any = None
-    folder: Any = ""
     try:
         info = os.fstat(0)
         if reads_stdin and stat.S_ISREG(info.st_mode):
@@ -1402,11 +1352,10 @@ def surroundings(reads_stdin: bool = True) -> "Tuple[Any, ...]":
     except OSError:  # stdin is closed
         pass
     try:
-        folder = os.getcwd()
+        return os.getcwd(), file
     except OSError:  # it was deleted
         info = os.stat(".")
-        folder = (info.st_dev, info.st_ino)
-    return folder, file
+        return (info.st_dev, info.st_ino), file
 
 
 def bytes_wait_on_stdin() -> bool:
@@ -1432,41 +1381,33 @@ def admit(call: Call, work: Work) -> Outcome:
     """
     options, command = call.options, call.command
     assert command
-    is_http, strict = command.kind == "http", "session" in options or "idempotency-key" in options
-    if not work.journalled or command.is_safe or not (strict or is_http):
+    is_http, keyed = command.kind == "http", "idempotency-key" in options
+    if not work.journalled or command.is_safe or not (is_http or keyed or "session" in options):
         return work.start(None)
     if is_http:
         call.operation_id = options.get("idempotency-key") or new_id("op_")
-    entry: Optional[JournalEntry] = None
+    try:
+        entry = JournalEntry(call, digest(*work.identity))
+    except Failure as wrong:
+        return without_journal(call, work, str(wrong))
     try:
         try:
-            entry = JournalEntry(call, digest(*work.identity))
             entry.open()
             record = None if "rerun" in options else entry.latest()
             if is_http:
-                if record and "session" in options and "idempotency-key" not in options:
+                if record and "session" in options and not keyed:
                     call.operation_id = record.get("operation_id", call.operation_id)
                 entry.fields["operation_id"] = call.operation_id
+            elif record and not (record["event"] == "finished" and work.reads_stdin
+                                 and bytes_wait_on_stdin()):
+                return replay(record)
             elif record:
-                if not (record["event"] == "finished" and work.reads_stdin
-                        and bytes_wait_on_stdin()):
-                    return replay(record)
                 call.warn("STDIN_NOT_DEDUPLICATED", "The same call ran at "
                           f"{timestamp(record['at'])}; it was run, for bytes wait on stdin")
             entry.write("started", durable=True)
-        except (OSError, Failure) as error:
-            if isinstance(error, Failure) and error.error["code"] != "STATE_UNAVAILABLE":
-                raise
-            if entry:
-                entry.note("void")
-            told = f"{reason_of(error)} ({getattr(error, 'filename', None) or 'the journal'})"
-            if "rerun" not in options and ("session" in options or not is_http and strict):
-                raise precondition(
-                    "STATE_UNAVAILABLE", f"The journal cannot be written: {told}; nothing was run",
-                    fix_required=f"Make it writable, or set {call.app.prefix}STATE_DIR to a folder "
-                    "that is; --rerun runs without it") from None
-            call.warn("STATE_UNAVAILABLE", f"The call is not in the journal: {told}")
-            return work.start(None)
+        except OSError as error:
+            entry.note("void")
+            return without_journal(call, work, f"{reason_of(error)} ({error.filename or 'a file'})")
         try:
             outcome = work.start(entry)
         except Failure:  # nothing was started
@@ -1475,8 +1416,19 @@ def admit(call: Call, work: Work) -> Outcome:
         entry.finish(outcome)
         return outcome
     finally:
-        if entry:
-            entry.close()
+        entry.close()
+
+
+def without_journal(call: Call, work: Work, why: str) -> Outcome:
+    """Run what cannot be journalled, with a warning, where that is asked for or harmless."""
+    command, options = call.command, call.options
+    needed = "session" in options or not (command and command.kind == "http")
+    if needed and "rerun" not in options:
+        raise failure("STATE_UNAVAILABLE", f"The journal cannot be written: {why}; nothing was run",
+                      fix_required=f"Make it writable, or set {call.app.prefix}STATE_DIR to a "
+                      "folder that is; --rerun runs without it")
+    call.warn("STATE_UNAVAILABLE", f"The call is not in the journal: {why}")
+    return work.start(None)
 
 
 def limit_of(call: Call) -> int:
@@ -1502,8 +1454,8 @@ def run_journal(call: Call) -> Outcome:
     except FileNotFoundError:
         names = []
     except OSError as error:
-        raise precondition("STATE_UNAVAILABLE", f"The journal cannot be read: {error}",
-                           fix_required="Make its folder readable") from None
+        raise failure("STATE_UNAVAILABLE", f"The journal cannot be read: {error}",
+                      fix_required="Make its folder readable") from None
     for name in names:
         if wanted and name[:4] != "day-" and name != wanted + ".jsonl":
             continue
@@ -1556,10 +1508,8 @@ class AuditLog:
     def __init__(self, path: str, max_bytes: int = 10 ** 7, max_files: int = 5,
                  max_age_days: int = 30) -> None:
         self.path, self.max_bytes, self.max_age_days = path, max_bytes, max_age_days
-        self.max_files = max_files  # old ones, beside the one that is written
-
-    def file(self, number: int) -> str:
-        return f"{self.path}.{number}" if number else self.path
+        # The newest is written, max_files old ones are kept.
+        self.files = [path] + [f"{path}.{number + 1}" for number in range(max_files)]
 
     def append(self, entry: "Json") -> None:
         """Append an entry under the file's lock; rotate first if it is full or old.
@@ -1591,30 +1541,65 @@ class AuditLog:
             bool(first and first.group(1) < oldest.encode())
 
     def _rotate(self) -> None:
-        for number in range(self.max_files, 0, -1):
+        for newer, older in reversed(list(zip(self.files, self.files[1:]))):
             try:
-                os.rename(self.file(number - 1), self.file(number))
-                if time.time() - os.stat(self.file(number)).st_mtime > self.max_age_days * 86400:
-                    os.unlink(self.file(number))
+                os.rename(newer, older)
+                if time.time() - os.stat(older).st_mtime > self.max_age_days * 86400:
+                    os.unlink(older)
             except FileNotFoundError:
                 continue
 
+    def entries(self, after: "Optional[List[Any]]") -> "Iterator[Tuple[List[Any], Json]]":
+        """The entries of all files, the newest first, each with its place: inode, offset, request.
 
-def audit_log_of(app: "App") -> "Optional[AuditLog]":
+        after: the place of the last one seen; a rotated file keeps its inode, so that it is found
+        again. What a rotation has removed since has no more entries.
+        """
+        opened: Dict[int, int] = {}
+        try:
+            for path in self.files:
+                try:
+                    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+                except OSError:
+                    continue
+                if opened.setdefault(os.fstat(descriptor).st_ino, descriptor) != descriptor:
+                    os.close(descriptor)  # it was rotated while the files were opened
+            for inode, descriptor in opened.items():
+                if after and inode != after[0]:
+                    continue
+                end = after[1] if after else None
+                if after and after[2].encode() not in os.pread(
+                        descriptor, 2 * LARGEST_ENTRY, after[1]).partition(b"\n")[0]:
+                    return  # the inode is another file's now
+                after = None
+                for at, record in records_backwards(descriptor, end=end):
+                    if all(isinstance(record.get(k), str) for k in ("timestamp", "request_id")):
+                        yield [inode, at, record["request_id"]], record
+        finally:
+            for descriptor in opened.values():
+                os.close(descriptor)
+
+
+def audit_log_of(call: Call) -> "Optional[AuditLog]":
     """The audit log if it is on. Raises Failure (exit 2, INVALID_AUDIT_LOG_SETTING)."""
-    declared, variable = app.audit_log, os.environ.get(app.prefix + "AUDIT_LOG")
+    app, declared = call.app, call.app.audit_log
+    variable = os.environ.get(app.prefix + "AUDIT_LOG")
     if variable not in (None, "0", "1") and not str(variable).startswith("/"):
-        raise Failure(ExitCode.ARG_ERROR, "INVALID_AUDIT_LOG_SETTING", f"{app.prefix}AUDIT_LOG "
-                      f"must be 1, 0 or an absolute path, not {variable!r}", phase="validation")
+        raise failure("INVALID_AUDIT_LOG_SETTING", f"{app.prefix}AUDIT_LOG must be 1, 0 or an "
+                      f"absolute path, not {variable!r}")
     if variable == "0" or variable is None and not declared:
         return None
     settings: Json = dict(declared) if isinstance(declared, dict) else \
         {"path": declared} if isinstance(declared, str) else {}
     if variable not in (None, "1"):
         settings["path"] = variable
-    if "path" not in settings:
-        settings["path"] = os.path.join(app.state_folder(), "audit.jsonl")
-    return AuditLog(**settings)
+    try:
+        if "path" not in settings:
+            settings["path"] = os.path.join(app.state_folder(), "audit.jsonl")
+        return AuditLog(**settings)
+    except Failure as wrong:
+        call.warn("AUDIT_LOG_UNAVAILABLE", str(wrong))
+        return None
 
 
 def write_audit_entry(call: Call, outcome: Outcome) -> None:
@@ -1623,19 +1608,18 @@ def write_audit_entry(call: Call, outcome: Outcome) -> None:
         return
     args = {name: value for name, value in call.options.items() if name != "session"}
     args.update(call.args)
-    hidden = {"passthrough": "argv", "http": "input"}.get(call.command.kind)
+    hidden = {"passthrough": "argv", "http": "input"}.get(call.command.kind, "")
     if hidden == "argv" or hidden in args:
-        args[str(hidden)] = "[OMITTED]"
+        args[hidden] = "[OMITTED]"
     if call.operation_id:
         args["operation_id"] = call.operation_id
+    trace = os.environ.get("TOOL_TRACE_ID", "")
     entry: Json = {
         "timestamp": timestamp(time.time()), "command": call.command.path, "args": args,
         "exit_code": outcome.exit_code, "duration_ms": call.milliseconds(),
-        "request_id": call.request_id, "warnings": [w["code"] for w in call.warnings]}
-    if os.environ.get("TOOL_TRACE_ID"):
-        entry["trace_id"] = os.environ["TOOL_TRACE_ID"][:1024]
-        if len(os.environ["TOOL_TRACE_ID"]) > 1024:
-            entry["truncated"] = True
+        "request_id": call.request_id, "warnings": [w["code"] for w in call.warnings],
+        **({"trace_id": trace[:1024]} if trace else {}),
+        **({"truncated": True} if trace[1024:] else {})}
     if "session" in call.options:
         entry["session_id"] = call.options["session"]
     for name in sorted(args, key=lambda n: len(json_line(args[n])), reverse=True):
@@ -1644,7 +1628,7 @@ def write_audit_entry(call: Call, outcome: Outcome) -> None:
         args[name], entry["truncated"] = "[TRUNCATED]", True
     try:
         call.audit.append(entry)
-    except (OSError, Interrupted) as error:
+    except (OSError, Cancelled) as error:
         call.warn("AUDIT_LOG_UNAVAILABLE", f"The audit log {call.audit.path} could not be "
                   f"written: {reason_of(error)}")
 
@@ -1673,53 +1657,19 @@ def since(text: str) -> float:
                              f"time, not {text!r}") from None
 
 
-def audit_entries(log: AuditLog, after: "Optional[List[Any]]",
-                  ) -> "Iterator[Tuple[List[Any], Json]]":
-    """The entries of all files, the newest first, each with its place: inode, offset, request.
-
-    after: the place of the last one seen; a rotated file keeps its inode, so that it is found
-    again. What a rotation has removed since has no more entries.
-    """
-    files: Dict[int, int] = {}
-    try:
-        for number in range(log.max_files + 1):
-            try:
-                descriptor = os.open(log.file(number), os.O_RDONLY | os.O_NONBLOCK)
-            except OSError:
-                continue
-            if files.setdefault(os.fstat(descriptor).st_ino, descriptor) != descriptor:
-                os.close(descriptor)  # it was rotated while the files were opened
-        for inode, descriptor in files.items():
-            if after and inode != after[0]:
-                continue
-            end = after[1] if after else None
-            if after:
-                line = os.pread(descriptor, 2 * LARGEST_ENTRY, after[1]).partition(b"\n")[0]
-                if after[2].encode() not in line:
-                    return  # the inode is another file's now
-            after = None
-            for at, record in records_backwards(descriptor, end=end):
-                if isinstance(record.get("timestamp"), str) and \
-                        isinstance(record.get("request_id"), str):
-                    yield [inode, at, record["request_id"]], record
-    finally:
-        for descriptor in files.values():
-            os.close(descriptor)
-
-
 def run_audit_log(call: Call) -> Outcome:
     """Built-in `audit-log`: the newest entries that match, the oldest of them first."""
     log, args, limit = call.audit, call.args, limit_of(call)
     if log is None:
-        raise precondition("AUDIT_LOG_DISABLED", "The audit log is off", fix_required='Set '
-                           f'"audit_log": true in the manifest, or {call.app.prefix}AUDIT_LOG=1')
+        raise failure("AUDIT_LOG_DISABLED", "The audit log is off", fix_required='Set '
+                      f'"audit_log": true in the manifest, or {call.app.prefix}AUDIT_LOG=1')
     wanted = {"command": args.get("command", "").replace(" ", "."),
               "trace_id": args.get("trace-id", "")}
     oldest = since(args["since"]) if "since" in args else 0.0
     filters = digest(args.get("since"), wanted)
     after = read_cursor(args["cursor"], filters) if "cursor" in args else None
     found: List[Tuple[List[Any], Json]] = []
-    for place, entry in audit_entries(log, after):
+    for place, entry in log.entries(after):
         if entry["timestamp"] < timestamp(max(0, oldest - 60)) or len(found) > limit:
             break  # concurrent writers are less than a minute out of order
         if entry["timestamp"] >= timestamp(oldest) and all(
@@ -1748,9 +1698,8 @@ def read_cursor(text: str, filters: str) -> "List[Any]":
             return [inode, offset, request]
     except (ValueError, TypeError, RecursionError):
         pass
-    raise Failure(ExitCode.ARG_ERROR, "INVALID_CURSOR", "--cursor is not one that audit-log gave "
-                  "for the same --since, --command and --trace-id", phase="validation",
-                  suggestion="Begin again without --cursor")
+    raise failure("INVALID_CURSOR", "--cursor is not one that audit-log gave for the same --since, "
+                  "--command and --trace-id", suggestion="Begin again without --cursor")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1770,68 +1719,53 @@ class ProcessTree:
         self.marker = b"\0" + os.fsencode(marker) if marker else b""  # NAME=VALUE
         self.known: Dict[int, bytes] = {}  # pid: start time, of all that was ever found
 
-    def members(self) -> "Set[int]":
-        """The processes of the tree that are alive; zombies are not."""
+    def members(self) -> "Dict[int, int]":
+        """The processes of the tree that are alive (zombies are not), and the group of each."""
+        if not os.path.exists("/proc/self/stat"):
+            alone = self.grouped and _send(os.killpg, self.pid, 0)
+            return {self.pid: self.pid} if alone else {}
         parents: Dict[int, int] = {}
+        groups: Dict[int, int] = {}
         starts: Dict[int, bytes] = {}
         found: Set[int] = set()
-        for name in os.listdir("/proc") if _has_proc() else ():
-            if not name.isdigit() or int(name) == os.getpid():
-                continue
-            pid = int(name)
+        for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
             try:
-                with open(f"/proc/{name}/stat", "rb") as file:
+                with open(f"/proc/{pid}/stat", "rb") as file:
                     fields = file.read().rpartition(b")")[2].split()
-                if fields[0] in (b"Z", b"X"):
+                if fields[0] in (b"Z", b"X") or pid == os.getpid():
                     continue
-                parents[pid], starts[pid] = int(fields[1]), fields[19]
+                parents[pid], groups[pid], starts[pid] = int(fields[1]), int(fields[2]), fields[19]
                 if (pid == self.pid or self.known.get(pid) == fields[19]
-                        or self.grouped and int(fields[2]) == self.pid or self._is_marked(name)):
+                        or self.grouped and groups[pid] == self.pid or self._is_marked(pid)):
                     found.add(pid)
-            except (OSError, IndexError):
+            except (OSError, IndexError):  # it has ended meanwhile
                 continue
         more = found
         while more:
             more = {pid for pid, parent in parents.items() if parent in more} - found
             found |= more
         self.known.update((pid, starts[pid]) for pid in found)
-        return found
+        return {pid: groups[pid] for pid in found}
 
-    def _is_marked(self, pid: str) -> bool:
+    def _is_marked(self, pid: int) -> bool:
         if not self.marker:
             return False
         with open(f"/proc/{pid}/environ", "rb") as file:
             text = b"\0" + file.read() + b"\0"
         return self.marker + b"\0" in text or self.marker + b"/" in text
 
-    def alive(self) -> bool:
-        if _has_proc() or not self.grouped:
-            return bool(self.members())
-        return _send(os.killpg, self.pid, 0)
-
     def signal(self, signo: int) -> None:
         """Send a signal to the whole tree once: to the group, then to what left it."""
-        members = self.members() or {self.pid}
+        members = self.members() or {self.pid: self.pid}
         if self.grouped:
             _send(os.killpg, self.pid, signo)
-        for pid in members:
-            if not (self.grouped and _group_of(pid) in (self.pid, 0)):
+        for pid, group in members.items():
+            if not (self.grouped and group == self.pid):
                 _send(os.kill, pid, signo)
 
     def pass_on(self, signo: int) -> None:
         """Hand over a signal that ends nothing: to the child's group, where it has its own."""
         _send(os.killpg if self.grouped else os.kill, self.pid, signo)
-
-
-def _has_proc() -> bool:
-    return os.path.exists("/proc/self/stat")
-
-
-def _group_of(pid: int) -> int:
-    try:
-        return os.getpgid(pid)
-    except OSError:
-        return 0
 
 
 def _send(kill: "Callable[[int, int], None]", pid: int, signo: int) -> bool:
@@ -1878,7 +1812,7 @@ def supervise(tree: ProcessTree, deadline: "Optional[float]", grace: float = GRA
     while True:
         if status is None:
             status = _reap(tree.pid, at_terminal and cause is None)
-        if status is not None and (cause is None or not tree.alive()):
+        if status is not None and (cause is None or not tree.members()):
             return status, cause, []
         left = None if until is None else until - time.monotonic()
         if killing or status is not None:  # nobody reports the end of a stranger's child
@@ -1923,6 +1857,40 @@ def _reap(pid: int, job_control: bool) -> "Optional[int]":
     return status if ended else None
 
 
+def run_child(call: Call, journal: "Optional[JournalEntry]", start: "Callable[[bool], int]",
+              child_decides: bool = True) -> "Ending":
+    """Start a child, note its pid in the journal, and wait for it; start takes "own group?"."""
+    before_deadline()
+    at_terminal = has_terminal()
+    pid = start(not at_terminal)
+    if journal:
+        journal.note("running", pid=pid)
+    return supervise(ProcessTree(pid, not at_terminal, marker_of(call)), call.deadline,
+                     at_terminal=at_terminal, child_decides=child_decides)
+
+
+def marker_of(call: Call) -> str:
+    """NAME=VALUE by which the processes of a run are known; nested runs append to the value."""
+    name = call.app.prefix + "RUN_ID"
+    outer = os.environ.get(name)
+    return f"{name}={outer + '/' if outer else ''}{call.request_id}"
+
+
+def has_terminal() -> bool:
+    """Whether this process has a controlling terminal (POSIX.1-2017, 11.1.3)."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.tcgetpgrp(descriptor)
+            return True
+        except OSError:
+            continue
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+        return True
+    except OSError:
+        return False
+
+
 class SharedPage:
     """Memory that a forked child shares with agentcli: one mark and one answer.
 
@@ -1934,6 +1902,7 @@ class SharedPage:
         import mmap
 
         self.memory = mmap.mmap(-1, PAGE_SIZE)
+        self.writer = 0  # the child's pid
 
     @property
     def marked(self) -> bool:
@@ -1944,28 +1913,30 @@ class SharedPage:
         self.memory[0] = 1
 
     def put(self, answer: "Json") -> None:
-        """Leave the answer. Raises ValueError when it is no JSON or too large for the page."""
+        """Leave the answer. Raises ValueError or TypeError when it is no JSON or too large."""
+        if os.getpid() != self.writer:  # the child's function forked, and this is the copy's end
+            return
         text = json.dumps(answer, allow_nan=False).encode("ascii")
         if len(text) > PAGE_SIZE - 16:
             raise ValueError(f"an answer of {len(text)} bytes is larger than {PAGE_SIZE - 16}")
         self.memory[16:16 + len(text)] = text
         self.memory[8:16] = len(text).to_bytes(8, "big")
 
-    def answer(self) -> "Optional[Json]":
+    def answer(self) -> "Json":
+        """What the child left; empty if it left nothing."""
         size = int.from_bytes(self.memory[8:16], "big")
-        found: Json = json.loads(self.memory[16:16 + size]) if size else {}
-        return found or None
+        found: Json = json.loads(self.memory[16:16 + size] if size else b"{}")
+        return found
 
 
-def fork_child(call: Call, page: SharedPage, work: "Callable[[], Json]", own_group: bool) -> int:
-    """Run a function in a child that leaves its answer on the page; return the child's pid.
+def fork_child(call: Call, page: SharedPage, own_group: bool, work: "Callable[[], None]") -> int:
+    """Run a function in a child, which leaves its answer on the page; return the child's pid.
 
     What the function and its children print on stdout goes to stderr. Its process ends however
     the function does: an exception's traceback is on stderr, and the page stays empty.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if stream:
-            stream.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.flush()
     pid = os.fork()
     if pid:
         if own_group:
@@ -1981,11 +1952,9 @@ def fork_child(call: Call, page: SharedPage, work: "Callable[[], Json]", own_gro
         name, _, value = marker_of(call).partition("=")
         os.environ[name] = value
         os.dup2(2, 1)
-        child = os.getpid()
+        page.writer = os.getpid()
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        answer = work()
-        if os.getpid() == child:  # the function may have forked and come back twice
-            page.put(answer)
+        work()
         for stream in filter(None, (sys.stdout, sys.stderr)):
             stream.flush()
         os._exit(0)
@@ -1993,29 +1962,6 @@ def fork_child(call: Call, page: SharedPage, work: "Callable[[], Json]", own_gro
         internal_error()
     finally:
         os._exit(1)
-
-
-def marker_of(call: Call) -> str:
-    """NAME=VALUE by which the processes of a run are known; nested runs append to the value."""
-    name = call.app.prefix + "RUN_ID"
-    outer = os.environ.get(name)
-    return f"{name}={outer + '/' if outer else ''}{call.request_id}"
-
-
-def has_terminal() -> bool:
-    """Whether this process has a controlling terminal (POSIX.1-2017, 11.1.3)."""
-    try:
-        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
-        return True
-    except OSError:
-        pass
-    for descriptor in (0, 1, 2):  # /dev may lack a tty
-        try:
-            os.tcgetpgrp(descriptor)
-            return True
-        except OSError:
-            continue
-    return False
 
 
 # ---------------------------------------------------------------------------------------------
@@ -2035,25 +1981,24 @@ def find_program(name: str, folder: str, search_path: str) -> str:
     Entries of PATH that are empty or relative are passed over: they would let the current
     directory choose. Raises Failure (exit 4, TOOL_NOT_FOUND or TOOL_NOT_EXECUTABLE).
     """
-    candidates = [os.path.join(folder, name)] if "/" in name else [
-        os.path.join(entry, name) for entry in search_path.split(os.pathsep) if entry[:1] == "/"]
-    present = ""
-    for candidate in candidates:
-        if os.path.isfile(candidate) and os.access(candidate, os.X_OK):
-            return candidate
-        if os.path.isfile(candidate) or "/" in name and os.path.exists(candidate):
-            present = present or candidate
+    folders = [folder] if "/" in name else [
+        entry for entry in search_path.split(os.pathsep) if entry[:1] == "/"]
+    present = [path for path in (os.path.join(entry, name) for entry in folders)
+               if os.path.isfile(path) or "/" in name and os.path.exists(path)]
+    for path in present:
+        if os.path.isfile(path) and os.access(path, os.X_OK):
+            return path
     if present:
-        raise not_executable(present, "is a folder" if os.path.isdir(present) else
+        raise not_executable(present[0], "is a folder" if os.path.isdir(present[0]) else
                              "has no execute permission")
-    raise precondition("TOOL_NOT_FOUND", f"The tool {name} was not found "
-                       + (f"at {candidates[0]}" if "/" in name else "on PATH"),
-                       fix_required="Install it, or correct the command's argv in the manifest")
+    raise failure("TOOL_NOT_FOUND", f"The tool {name} was not found "
+                  + (f"at {os.path.join(folder, name)}" if "/" in name else "on PATH"),
+                  fix_required="Install it, or correct the command's argv in the manifest")
 
 
 def not_executable(program: str, what: str) -> Failure:
-    return precondition("TOOL_NOT_EXECUTABLE", f"The tool {program} cannot be run: it {what}",
-                        fix_required="Mend the tool, or the command's argv in the manifest")
+    return failure("TOOL_NOT_EXECUTABLE", f"The tool {program} cannot be run: it {what}",
+                   fix_required="Mend the tool, or the command's argv in the manifest")
 
 
 def expand_argv(app: "App", argv: "Sequence[str]") -> "List[str]":
@@ -2091,57 +2036,46 @@ def prepare_tool(call: Call) -> Work:
         fixed, tokens = fixed + entry["help_argv"], []
     # The manifest's text is UTF-8 whatever the locale; a folder filled into it may be no text.
     argv = [element.encode("utf-8", "surrogateescape") for element in fixed] + tokens
-    marker = marker_of(call)
     environment = {name: text for name, text in os.environb.items() if name}
     environment.update((name.encode("utf-8"), text.encode("utf-8"))
                        for name, text in entry.get("env", {}).items())
-    variable, _, value = os.fsencode(marker).partition(b"=")
+    variable, _, value = os.fsencode(marker_of(call)).partition(b"=")
     environment[variable] = value
     search_path = os.fsdecode(environment.get(b"PATH") or os.fsencode(os.defpath))
     program = find_program(fixed[0], app.folder, search_path)
     no_stdin = entry.get("stdin") == "none"
 
     def start(journal: "Optional[JournalEntry]") -> Outcome:
-        start_nothing_if_told_to_end()
-        at_terminal = has_terminal()
-        pid = spawn(program, argv, environment, not at_terminal, no_stdin)
-        if journal:
-            journal.note("running", pid=pid)
-        tree = ProcessTree(pid, not at_terminal, marker)
-        return tell_ending(call, supervise(tree, call.deadline, at_terminal=at_terminal))
+        return tell_ending(call, run_child(call, journal, lambda own_group: spawn(
+            program, argv, environment, own_group, no_stdin)))
 
     return Work((command.path, argv, *surroundings(not no_stdin)), start, reads_stdin=not no_stdin)
 
 
 def tell_ending(call: Call, ending: "Ending", what: str = "tool") -> Outcome:
     """What the end of a child means: its own exit code, its death, a timeout or a cancellation."""
-    (status, cause, survivors), error = ending, {"retryable": False}  # type: Ending, Json
+    status, cause, survivors = ending[0] or 0, ending[1], ending[2]
     if survivors:
         call.warn("PROCESS_SURVIVED", f"KILL did not end {', '.join(map(str, survivors))} within "
                   f"{KILL_PATIENCE:g} s", pids=survivors)
     if cause == 0:
-        exit_code: int = ExitCode.TIMEOUT
-        error.update(
-            code="TIMEOUT", phase="execution", message=f"The {what} ran past its limit of "
-            f"{call.timeout:g} s and was stopped; what it had done until then stays done",
+        told: Outcome = failure(
+            "TIMEOUT", f"The {what} ran past its limit of {call.timeout:g} s and was stopped; what "
+            "it had done until then stays done", {"partial": True},
             suggestion="Look at what it has done before you run it again; --timeout sets a limit",
             context={"timeout_ms": round(call.timeout * 1000)})
     elif cause is not None:
-        exit_code = 128 + cause
-        error.update(
-            code="CANCELLED", phase="execution", context=signal_context(cause),
-            message=f"agentcli was told to stop by {signal_name(cause)} (signal "
-                    f"{cause}) and stopped the {what}")
-    elif os.WIFSIGNALED(status or 0):
-        signo = os.WTERMSIG(status or 0)
-        exit_code = 128 + signo
-        error.update(code="DELEGATED_SIGNAL", context=signal_context(signo),
-                     message=f"The {what} died of {signal_name(signo)} (signal {signo})")
+        told = Cancelled(cause, what)
+    elif os.WIFSIGNALED(status):
+        signo = os.WTERMSIG(status)
+        told = Failure(128 + signo, "DELEGATED_SIGNAL", f"The {what} died of {signal_name(signo)} "
+                       f"(signal {signo})", {"partial": True}, context=signal_context(signo))
     else:
-        exit_code = os.WEXITSTATUS(status or 0)
-        error.update(code="DELEGATED_EXIT", message=f"The delegated {what} exited {exit_code}")
-        return Outcome(exit_code, {"exit_code": exit_code}, error if exit_code else None, ran=True)
-    return Outcome(exit_code, {"partial": True}, error, ran=True)
+        code = os.WEXITSTATUS(status)
+        told = Outcome(code, {"exit_code": code}) if not code else Failure(
+            code, "DELEGATED_EXIT", f"The delegated {what} exited {code}", {"exit_code": code})
+    told.ran = True
+    return told
 
 
 # ---------------------------------------------------------------------------------------------
@@ -2154,32 +2088,31 @@ _CODE_OF_STATUS = {
     429: "rate_limited", 503: "dependency_unavailable"}
 
 
-def invalid_setting(message: str) -> Failure:
-    return Failure(ExitCode.ARG_ERROR, "CONFIGURATION_INVALID", message, phase="validation")
+def refuse_setting(setting: str, rules: "Iterable[Tuple[Any, str]]") -> None:
+    """Raise Failure (CONFIGURATION_INVALID) with the first rule of (broken, what) that is."""
+    for broken, what in rules:
+        if broken:
+            raise failure("CONFIGURATION_INVALID", f"{setting} {what}")
 
 
 def service_url(app: "App") -> "Any":
     """The service's base URL, split and checked. Raises Failure (CONFIGURATION_INVALID)."""
     from urllib.parse import urlsplit
 
-    text = app.setting("BASE_URL") or app.base_url
-    if not text:
-        raise invalid_setting('There is no service: set "base_url" in the manifest, or '
-                              f"{app.prefix}BASE_URL")
-    shown = text.rpartition("@")[2]
+    text = app.setting("BASE_URL") or app.base_url or ""
+    named = f"The base URL {text.rpartition('@')[2]!r}"
     try:
         url = urlsplit(text)
         port = url.port
     except ValueError as error:
-        raise invalid_setting(f"The base URL {shown!r}: {error}") from None
-    for wrong, what in (
-            (url.scheme not in ("http", "https"), "must begin with http:// or https://"),
-            (not url.hostname or port == 0, "names no host and port"),
-            ("@" in url.netloc, "must hold no user or password; use a token file"),
-            (set("?#") & set(text), "must have no query and no fragment"),
-            (not re.fullmatch("[!-~]+", text), "must be visible ASCII without spaces")):
-        if wrong:
-            raise invalid_setting(f"The base URL {shown!r} {what}")
+        raise failure("CONFIGURATION_INVALID", f"{named}: {error}") from None
+    refuse_setting(named, (
+        (not text, f'is not set: set "base_url" in the manifest, or {app.prefix}BASE_URL'),
+        (url.scheme not in ("http", "https"), "must begin with http:// or https://"),
+        (not url.hostname or port == 0, "names no host and port"),
+        ("@" in url.netloc, "must hold no user or password; use a token file"),
+        (set("?#") & set(text), "must have no query and no fragment"),
+        (not re.fullmatch("[!-~]+", text), "must be visible ASCII without spaces")))
     return url
 
 
@@ -2203,18 +2136,17 @@ def read_token(app: "App", url: "Any") -> str:
             info = os.fstat(file.fileno())
             text = file.read(TOKEN_LIMIT + 2) if stat.S_ISREG(info.st_mode) else b""
     except (OSError, ValueError) as error:
-        raise invalid_setting(f"The token file {path}: {reason_of(error)}") from None
+        raise failure("CONFIGURATION_INVALID",
+                      f"The token file {path}: {reason_of(error)}") from None
     line = text[:-1] if text.endswith(b"\n") else text
-    for wrong, what in (
-            (not stat.S_ISREG(info.st_mode), "is not a regular file"),
-            (info.st_uid != os.geteuid(), "belongs to another user"),
-            (info.st_mode & 0o077, f"is open to others; run: chmod 600 {path}"),
-            (len(line) > TOKEN_LIMIT or not re.fullmatch(b"[!-~]([ -~]*[!-~])?", line),
-             f"must hold one line of printable ASCII of at most {TOKEN_LIMIT} bytes"),
-            (url.scheme == "http" and not is_loopback(url.hostname),
-             "is not sent to another machine over plain http; use https")):
-        if wrong:
-            raise invalid_setting(f"The token file {path} {what}")
+    refuse_setting(f"The token file {path}", (
+        (not stat.S_ISREG(info.st_mode), "is not a regular file"),
+        (info.st_uid != os.geteuid(), "belongs to another user"),
+        (info.st_mode & 0o077, f"is open to others; run: chmod 600 {path}"),
+        (len(line) > TOKEN_LIMIT or not re.fullmatch(b"[!-~]([ -~]*[!-~])?", line),
+         f"must hold one line of printable ASCII of at most {TOKEN_LIMIT} bytes"),
+        (url.scheme == "http" and not is_loopback(url.hostname),
+         "is not sent to another machine over plain http; use https")))
     return line.decode("ascii")
 
 
@@ -2245,35 +2177,32 @@ def request_target(call: Call, base: "Any") -> str:
 
 def prepare_request(call: Call) -> Work:
     """Check all that an http command needs before anything is sent: settings, arguments, body."""
-    command = call.command
+    command, url, body = call.command, service_url(call.app), None
     assert command
-    spec = command.entry["http"]
-    source = call.args["input"] if "input" in command.brought() and "input" in call.args else None
-    target = request_target(call, service_url(call.app))
+    method, target = command.entry["http"]["method"], request_target(call, url)
     headers = {"Accept": "application/json", "User-Agent": f"agentcli/{VERSION}",
                "X-Request-ID": call.request_id}
-    token = read_token(call.app, service_url(call.app))
+    token = read_token(call.app, url)
     if token:
         headers["Authorization"] = "Bearer " + token
-    body = None
-    if source is not None:
-        body = read_input(source, INPUT_LIMIT, call.deadline)
+    if "input" in command.brought() and "input" in call.args:
+        body = read_input(call.args["input"], INPUT_LIMIT, call.deadline)
         headers["Content-Type"] = "application/json"
         try:
             parse_json(body)
         except ValueError as error:
-            raise argument_error(f"--input {source}: not a JSON value in UTF-8: {error}") from None
+            raise argument_error(f"--input {call.args['input']}: not a JSON value in UTF-8: "
+                                 f"{error}") from None
     if command.is_destructive and not call.args.get("confirm-destructive"):
-        raise Failure(ExitCode.PARTIAL_FAILURE, "APPROVAL_REQUIRED", f"{command.words} is "
-                      "destructive and was not sent: ask for approval, then add "
-                      "--confirm-destructive")
+        raise failure("APPROVAL_REQUIRED", f"{command.words} is destructive and was not sent: ask "
+                      "for approval, then add --confirm-destructive")
 
     def start(journal: "Optional[JournalEntry]") -> Outcome:
         if call.operation_id:
             headers["Idempotency-Key"] = call.operation_id
-        return send_request(call, spec["method"], target, headers, body)
+        return send_request(call, method, target, headers, body)
 
-    return Work((command.path, spec["method"], target, body), start)
+    return Work((command.path, method, target, body), start)
 
 
 def send_request(call: Call, method: str, target: str, headers: "Dict[str, str]",
@@ -2283,10 +2212,11 @@ def send_request(call: Call, method: str, target: str, headers: "Dict[str, str]"
     The child marks the shared page before the first byte may leave, and that mark alone decides
     between "nothing was sent" and "nobody knows"; at the deadline KILL ends it.
     """
-    start_nothing_if_told_to_end()
+    before_deadline()
     getattr(sys, "set_int_max_str_digits", int)(0)  # integers of a reply stay exact
     page = SharedPage()
-    pid = fork_child(call, page, lambda: exchange(call, page, method, target, headers, body), True)
+    pid = fork_child(call, page, True, lambda: page.put(
+        exchange(call, page, method, target, headers, body)))
     status, cause, _ = supervise(ProcessTree(pid, True), call.deadline, grace=0)
     if cause is None and status == signal.SIGALRM:
         cause = 0  # the sender's own timer was the first to ring
@@ -2298,7 +2228,7 @@ def send_request(call: Call, method: str, target: str, headers: "Dict[str, str]"
         return Outcome(answer["exit"], error=answer["reply"]["error"], reply=answer["reply"],
                        final=answer["final"])
     if cause and not page.marked:
-        raise cancelled(cause)
+        raise Cancelled(cause)
     if cause is None and not page.marked:
         return internal_error()
     reply = lost(call, page.marked, f"{signal_name(cause)} came" if cause else
@@ -2324,6 +2254,7 @@ def lost(call: Call, sent: bool, why: str) -> "Json":
 def exchange(call: Call, page: SharedPage, method: str, target: str, headers: "Dict[str, str]",
              body: "Optional[bytes]") -> "Json":
     """In the child: send the request, read the whole reply, and say what it means."""
+    import contextlib
     import select
     import socket
     import urllib.parse
@@ -2331,13 +2262,11 @@ def exchange(call: Call, page: SharedPage, method: str, target: str, headers: "D
     from http import client
 
     class Reply(client.HTTPResponse):
-        def _read_status(self) -> "Tuple[str, int, str]":
-            """Pass over every interim reply (RFC 9110, 15.2), of which http.client knows one."""
-            found: Tuple[str, int, str] = super()._read_status()  # type: ignore[misc]  # private
-            while 101 < found[1] < 200:
-                client.parse_headers(self.fp)
-                found = super()._read_status()  # type: ignore[misc]
-            return found
+        def begin(self) -> None:
+            super().begin()
+            while 101 < self.status < 200:  # an interim reply (RFC 9110, 15.2)
+                vars(self)["headers"] = None
+                super().begin()
 
     class Connection(client.HTTPConnection):
         """One that marks the page between having connected and sending the request."""
@@ -2352,35 +2281,21 @@ def exchange(call: Call, page: SharedPage, method: str, target: str, headers: "D
         def send(self, data: "Any") -> None:
             if self.sock is None:
                 self.connect()
-            head = not page.marked
-            if not self.connecting:
-                page.mark()
+            if self.connecting:
+                super().send(data)
+                return
+            page.mark()
             try:
-                if head or hasattr(self.sock, "cipher"):
-                    super().send(data)
-                else:
-                    self.send_unless_refused(memoryview(data))
-            except OSError:
-                if self.connecting:
-                    raise
-                return  # the service may have answered before it hung up; getresponse() tells
-
-        def send_unless_refused(self, data: "Any") -> None:
-            """Send a body, but stop when a final reply comes meanwhile (RFC 9112, 9.5)."""
-            interim = False
-            while data:
-                watched = [] if interim else [self.sock]
-                readable, writable, _ = select.select(watched, [self.sock], [])
-                if readable:
-                    seen = self.sock.recv(16, socket.MSG_PEEK)
-                    interim = 0 < len(seen) < 10 or seen[9:10] == b"1"
-                    if not interim:
-                        return
-                if writable:
-                    try:
+                while data and not hasattr(self.sock, "cipher"):
+                    if select.select([self.sock], [self.sock], [])[0]:
+                        if re.match(rb"HTTP/1\.. [3-5]", self.sock.recv(16, socket.MSG_PEEK)):
+                            return  # refused: the rest need not be sent (RFC 9112, 9.5)
+                        break
+                    with contextlib.suppress(BlockingIOError):
                         data = data[self.sock.send(data[:65536], socket.MSG_DONTWAIT):]
-                    except BlockingIOError:
-                        continue
+                super().send(data)
+            except OSError:  # it may have answered before it hung up; getresponse() tells
+                return
 
     class TLSConnection(Connection, client.HTTPSConnection):
         pass
@@ -2400,7 +2315,8 @@ def exchange(call: Call, page: SharedPage, method: str, target: str, headers: "D
         signal.setitimer(signal.ITIMER_REAL, max(1e-6, call.deadline - time.monotonic()))
     request = urllib.request.Request(target, body, headers, method=method)
     opener = urllib.request.OpenerDirector()  # follows no redirect and knows no other scheme
-    if not is_loopback(urllib.parse.urlsplit(target).hostname or ""):
+    url = urllib.parse.urlsplit(target)
+    if not is_loopback(url.hostname or ""):
         opener.add_handler(urllib.request.ProxyHandler())
     opener.add_handler(Handler())
     try:
@@ -2408,8 +2324,7 @@ def exchange(call: Call, page: SharedPage, method: str, target: str, headers: "D
         status, received = reply.status, read_reply(reply)
     except (OSError, client.HTTPException, ValueError) as error:
         reason = str(getattr(error, "reason", error)) or type(error).__name__
-        host = urllib.parse.urlsplit(target).netloc
-        return told(lost(call, page.marked, f"{host}: {reason}"), None)
+        return told(lost(call, page.marked, f"{url.netloc}: {reason}"), None)
     return interpret(call, status, received)
 
 
@@ -2435,21 +2350,22 @@ def interpret(call: Call, status: int, received: bytes) -> "Json":
     try:
         document = parse_json(received, huge=True) if received.strip() else None
     except ValueError as error:
-        problem = str(error)
-    if isinstance(document, dict) and is_operation_envelope(document):
-        return told(document, status, final=True)
-    if isinstance(document, dict) and "status" in document and (
-            "schema_version" in document or document["status"] in (
-                "error", "partial", "needs_clarification") and "error" in document):
-        problem = "it breaks the OperationEnvelope's schema"  # and so may not pass for success
+        problem = f"the reply cannot be read: {error}"
+    if isinstance(document, dict) and "status" in document:
+        if is_operation_envelope(document):
+            return told(document, status, final=True)
+        if "schema_version" in document or "error" in document and document["status"] in (
+                "error", "partial", "needs_clarification"):  # and so it may not pass for success
+            problem = "the reply breaks the OperationEnvelope's schema"
     if status < 200 or status in (502, 504):
-        return told(lost(call, True, f"a gateway answered HTTP {status}"), status)
-    if 200 <= status < 300:
-        return told(lost(call, True, f"the reply cannot be read: {problem}") if problem else
-                    operation_envelope(call.request_id, "ok", document), status)
+        problem = f"a gateway answered HTTP {status}"
+    if problem and (status < 300 or status in (502, 504)):
+        return told(lost(call, True, problem), status)
+    if status < 300:
+        return told(operation_envelope(call.request_id, "ok", document), status)
     code = _CODE_OF_STATUS.get(status, "http_error")
     message = f"The service answered HTTP {status}"
-    if 300 <= status < 400:
+    if status < 400:
         code, message = "redirect_refused", message + ", a redirect; correct the base URL"
     return told(operation_envelope(
         call.request_id, "error", document, code, message, status in (429, 503),
@@ -2484,7 +2400,8 @@ class Context:
         self.warnings.append({"code": code, "message": message})
 
 
-def run_handler(handler: "Callable[..., Any]", args: "Json", dry_run: bool) -> "Json":
+def run_handler(page: SharedPage, handler: "Callable[..., Any]", args: "Json",
+                dry_run: bool) -> None:
     """In the child: call the function; its result, failure or exception becomes the answer."""
     try:  # PR_SET_CHILD_SUBREAPER: what the handler leaves orphaned stays its descendant
         import ctypes
@@ -2493,21 +2410,16 @@ def run_handler(handler: "Callable[..., Any]", args: "Json", dry_run: bool) -> "
     except (ImportError, OSError, AttributeError):  # not Linux
         pass
     context = Context(dry_run)
-    answer: Json = {"warnings": context.warnings}
     try:
         data = handler(args, context)
         if not (data is None or isinstance(data, (dict, list))):
             raise TypeError(f"the handler returned {type(data).__name__}, not dict, list or None")
-        size = len(json.dumps(data, allow_nan=False))
-        if size > PAGE_SIZE - 65536:
-            raise ValueError(f"the handler's result has {size} bytes of JSON, which is too large")
-        answer["data"] = data
-    except Failure as failure:
-        answer.update(error=failure.error, exit=failure.exit_code, data=failure.data)
+        page.put({"exit": 0, "data": data, "error": None, "warnings": context.warnings})
     except BaseException as error:  # noqa: BLE001  # SystemExit is an end without an answer too
-        failed = internal_error(f"The handler failed: {type(error).__name__}: {error}")
-        answer.update(exit=1, error=failed.error)
-    return answer
+        told = error if isinstance(error, Failure) else internal_error(
+            f"The handler failed: {type(error).__name__}: {error}")
+        page.put({"exit": told.exit_code, "data": told.data, "error": told.error,
+                  "warnings": context.warnings})
 
 
 def prepare_handler(call: Call) -> Work:
@@ -2516,17 +2428,17 @@ def prepare_handler(call: Call) -> Work:
     assert command
     handler = command.handler
     if handler is None:
-        raise precondition("NO_HANDLER", f"No function is bound to {command.words}",
-                           fix_required=f'Bind one with @app.handler("{command.path}")')
+        raise failure("NO_HANDLER", f"No function is bound to {command.words}",
+                      fix_required=f'Bind one with @app.handler("{command.path}")')
     asked, confirmed = args.pop("dry-run", False), args.pop("confirm-destructive", False)
     preview = asked or command.is_destructive and not confirmed
 
     def start(journal: "Optional[JournalEntry]") -> Outcome:
-        outcome = in_child(call, lambda: run_handler(handler, args, preview), journal)
+        outcome = in_child(call, journal, lambda page: run_handler(page, handler, args, preview))
         if outcome.exit_code == 0 and preview and not asked:
-            raise Failure(ExitCode.ARG_ERROR, "CONFIRMATION_REQUIRED", f"{command.words} is "
-                          "destructive and was not run; data is what it would do", outcome.data,
-                          phase="validation", fix_required="Add --confirm-destructive to do it")
+            raise failure("CONFIRMATION_REQUIRED", f"{command.words} is destructive and was not "
+                          "run; data is what it would do", outcome.data,
+                          fix_required="Add --confirm-destructive to do it")
         if preview:
             outcome.meta["dry_run"] = True
         elif outcome.exit_code == 0 and not command.is_safe and not (
@@ -2538,59 +2450,44 @@ def prepare_handler(call: Call) -> Work:
     return Work((command.path, sorted(args.items()), *surroundings()), start, not preview, True)
 
 
-def in_child(call: Call, function: "Callable[[], Json]",
-             journal: "Optional[JournalEntry]" = None) -> Outcome:
+def in_child(call: Call, journal: "Optional[JournalEntry]",
+             work: "Callable[[SharedPage], None]") -> Outcome:
     """Run a function in a forked child under the wait loop, and tell how it ended."""
-    start_nothing_if_told_to_end()
-    page, at_terminal = SharedPage(), has_terminal()
-    pid = fork_child(call, page, function, not at_terminal)
-    if journal:
-        journal.note("running", pid=pid)
-    ending = supervise(ProcessTree(pid, not at_terminal, marker_of(call)), call.deadline,
-                       at_terminal=at_terminal, child_decides=False)
-    answer = page.answer()
+    page = SharedPage()
+    ending = run_child(call, journal, lambda own_group: fork_child(
+        call, page, own_group, lambda: work(page)), child_decides=False)
+    answer, status = page.answer(), ending[0] or 0
     if ending[1] is not None:
         return tell_ending(call, ending, "handler")
-    if answer is None:
-        status = ending[0] or 0
+    if not answer:
         how = f"died of {signal_name(os.WTERMSIG(status))}" if os.WIFSIGNALED(status) else \
             f"left with exit code {os.WEXITSTATUS(status)}"
         return internal_error(f"The handler's process {how} and gave no answer")
     call.warnings += answer["warnings"]
-    return Outcome(answer.get("exit", 0), answer.get("data"), answer.get("error"))
+    return Outcome(answer["exit"], answer["data"], answer["error"])
 
 
 # ---------------------------------------------------------------------------------------------
 # Built-ins: manifest, doctor, schema, version, help
 # ---------------------------------------------------------------------------------------------
 
-# What the framework itself may exit with, for the manifest (REQ-C-001): code, name, description,
-# retryable, side effects, and for which kinds (Passthrough, Http, Declared, Built-in; a capital:
-# only when they are not safe).
+# What agentcli itself exits with, for the manifest (REQ-C-001): the code, for which kinds of
+# command (passthrough, http, declared, built-in; a capital: only those that are not safe), a name,
+# its side effects, and when. Only what has none may be tried again as it is, which is 5.
 _EXIT_CODES = (
-    (0, "SUCCESS", "It ended well", False, "complete", "phdb"),
-    (1, "INTERNAL_ERROR", "A fault of agentcli's own; the traceback is on stderr", False,
-     "partial", "pdb"),
-    (1, "OTHER_FAILURE", "Any other failure, including authentication and authorization", False,
-     "partial", "h"),
-    (2, "ARG_ERROR", "An argument, the manifest or a setting is invalid; nothing started", False,
-     "none", "phdb"),
-    (3, "OUTCOME_UNKNOWN", "An earlier identical run never reported its end", False, "partial",
-     "PD"),
-    (3, "APPROVAL_REQUIRED", "Clarification or approval is required", False, "none", "h"),
-    (4, "PRECONDITION", "Something that it needs is missing; nothing started", False, "none",
-     "pdb"),
-    (4, "CONFLICT", "The service reports a conflict", False, "none", "h"),
-    (5, "UNAVAILABLE", "The service or the journal is unavailable; nothing was done", True, "none",
-     "h"),
-    (6, "CONFLICT", "The key names another call, or the same call is still running", False, "none",
-     "PD"),
-    (6, "OUTCOME_UNKNOWN", "Pending, partial or unknown; look the operation up before a retry",
-     False, "partial", "h"),
-    (10, "TIMEOUT", "It ran past the timeout and was stopped; partial writes may have occurred",
-     False, "partial", "pdb"),
-) + tuple((128 + signo, "CANCELLED", f"agentcli was told to stop by {name}, or the tool died of it",
-           False, "partial", "phdb")
+    (0, "phdb", "SUCCESS", "complete", "It ended well"),
+    (1, "pdb", "INTERNAL_ERROR", "partial", "A fault of agentcli's own; traceback on stderr"),
+    (1, "h", "OTHER_FAILURE", "partial", "Any other failure, authentication and authorization too"),
+    (2, "phdb", "ARG_ERROR", "none", "An argument, the manifest or a setting is wrong"),
+    (3, "PD", "OUTCOME_UNKNOWN", "partial", "An earlier identical run never reported its end"),
+    (3, "h", "APPROVAL_REQUIRED", "none", "Clarification or approval is required"),
+    (4, "pdb", "PRECONDITION", "none", "Something that it needs is missing; not started"),
+    (4, "h", "CONFLICT", "none", "The service reports a conflict"),
+    (5, "h", "UNAVAILABLE", "none", "The service or the journal is unavailable; nothing was done"),
+    (6, "PD", "CONFLICT", "none", "The key names another call, or the same call still runs"),
+    (6, "h", "OUTCOME_UNKNOWN", "partial", "Pending, partial or unknown; look the operation up"),
+    (10, "pdb", "TIMEOUT", "partial", "It ran past its limit and was stopped, perhaps halfway"),
+) + tuple((128 + signo, "phdb", "CANCELLED", "partial", f"{name} stopped agentcli or the tool")
           for signo, name in ((1, "SIGHUP"), (2, "SIGINT"), (3, "SIGQUIT"), (15, "SIGTERM")))
 _ENVIRONMENT = (
     ("{}FORMAT", "Default of --format: json or text"), ("{}SESSION_ID", "Default of --session"),
@@ -2606,27 +2503,27 @@ _ENVIRONMENT = (
 
 def manifest_entry(command: Command) -> "Json":
     """A command as the ManifestResponse shows it (REQ-O-041)."""
-    entry = command.entry
-    letter = command.kind[0] + ("" if command.is_safe else command.kind[0].upper())
+    entry, kind = command.entry, command.kind
+    letters = {kind[0], "" if command.is_safe else kind[0].upper()}
     shown: Json = {
         "description": entry["description"], "danger_level": entry["danger_level"],
         "required_scopes": entry.get("required_scopes", []), "flags": command.flags(),
         "option_placement": entry.get("option_placement", "any"), "output_file": "envelope",
-        "exit_codes": {str(code): {"name": name, "description": text, "retryable": retryable,
+        "exit_codes": {str(code): {"name": name, "description": text, "retryable": code == 5,
                                    "side_effects": effects}
-                       for code, name, text, retryable, effects, kinds in _EXIT_CODES
-                       if set(letter) & set(kinds)}}
-    if command.kind == "passthrough":
+                       for code, kinds, name, effects, text in _EXIT_CODES
+                       if letters & set(kinds)}}
+    if kind == "passthrough":
         shown.update(arguments="passthrough", option_placement="strict", subprocess={
             "binary": entry["argv"][0], "hardcoded_args": entry["argv"][1:]})
-    if command.kind == "http":
+    if kind == "http":
         shown["has_network_io"] = True
         if "input" in shown["flags"]:
             shown["stdin"] = {"mode": "buffered", "max_bytes": INPUT_LIMIT}
+    if kind == "builtin":
+        shown["builtin"] = True
     shown.update({key: entry[key] for key in ("help_argv", "positionals", "examples")
                   if entry.get(key) is not None})
-    if command.kind == "builtin":
-        shown["builtin"] = True
     return shown
 
 
@@ -2646,45 +2543,46 @@ def run_manifest(call: Call) -> Outcome:
 
 def run_doctor(call: Call) -> Outcome:
     """Built-in `doctor`: what a newcomer trips over, and how to mend it."""
-    outcome = in_child(call, lambda: {"data": {"checks": list(checks(call.app))}, "warnings": []})
+    outcome = in_child(call, None, lambda page: page.put(
+        {"exit": 0, "data": {"checks": checks(call.app)}, "error": None, "warnings": []}))
     found = (outcome.data or {}).get("checks", ())
     failed = [check["name"] for check in found if not check["ok"]]
     outcome.text = "\n".join(f"{'ok' if c['ok'] else 'MEND':4} {c['name']}: {c['found']}"
                              + f". {c.get('fix', '')}" * (not c["ok"]) for c in found)
     if failed:
-        outcome.exit_code = int(ExitCode.PRECONDITION)
-        outcome.error = precondition("CHECKS_FAILED", f"Not in order: {', '.join(failed)}",
-                                     suggestion="data.checks says of each how to mend it").error
+        wrong = failure("CHECKS_FAILED", f"Not in order: {', '.join(failed)}",
+                        suggestion="data.checks says of each how to mend it")
+        outcome.exit_code, outcome.error = wrong.exit_code, wrong.error
     return outcome
 
 
-def checks(app: "App") -> "Iterator[Json]":
-    """One check after the other: its name, whether it holds, what was found, how to mend it."""
-    from functools import partial
+def checks(app: "App") -> "List[Json]":
+    """What was checked: its name, whether it holds, what was found, how to mend it."""
+    made: List[Json] = []
 
-    def check(name: str, find: "Callable[[], str]") -> "Json":
+    def check(name: str, find: "Callable[[], str]") -> None:
         try:
-            return {"name": name, "ok": True, "found": find()}
-        except Failure as failure:
-            fix = failure.error.get("fix_required") or failure.error.get("suggestion")
-            return {"name": name, "ok": False, "found": str(failure), "fix": fix or str(failure)}
+            made.append({"name": name, "ok": True, "found": find()})
+        except Failure as wrong:
+            error = wrong.error or {}
+            fix = error.get("fix_required") or error.get("suggestion") or str(wrong)
+            made.append({"name": name, "ok": False, "found": str(wrong), "fix": fix})
         except OSError as error:
-            return {"name": name, "ok": False, "found": str(error),
-                    "fix": f"Make {error.filename or 'it'} usable"}
-
-    def there(path: str) -> str:
-        os.stat(path)
-        return path
-
-    def python() -> str:
-        if not hasattr(os, "posix_spawn"):
-            raise precondition("PYTHON", "Python is too old", fix_required="Use 3.8 or newer")
-        return f"Python {sys.version.split()[0]} at {sys.executable}"
+            made.append({"name": name, "ok": False, "found": str(error),
+                         "fix": f"Make {error.filename or 'it'} usable"})
 
     def manifest() -> str:
         if app.broken:
             raise app.broken
         return app.source or "registered from Python"
+
+    def tool(command: Command) -> str:
+        argv = expand_argv(app, command.entry["argv"])
+        for given, file in zip(command.entry["argv"][1:], argv[1:]):
+            if given.startswith("{manifest_dir}/"):
+                os.stat(file)
+        return find_program(argv[0], app.folder, command.entry.get("env", {}).get("PATH") or
+                            os.environ.get("PATH") or os.defpath)
 
     def state() -> str:
         private_folder(app.state_folder())
@@ -2700,26 +2598,21 @@ def checks(app: "App") -> "Iterator[Json]":
         try:
             socket.create_connection((url.hostname, port), 3).close()
         except OSError as error:
-            raise precondition("SERVICE", f"{url.hostname}:{port}: {error}", fix_required="Start "
-                               "the service, or correct the base URL") from None
+            raise failure("TOOL_NOT_FOUND", f"{url.hostname}:{port}: {error}", fix_required="Start "
+                          "the service, or correct the base URL") from None
         return f"{url.hostname}:{port} accepts connections"
 
-    yield check("python", python)
-    yield check("manifest", manifest)
-    search_path = os.environ.get("PATH") or os.defpath
+    check("python", lambda: f"Python {sys.version.split()[0]} at {sys.executable}")
+    check("manifest", manifest)
     for path, command in app.commands.items():
         if command.kind == "passthrough":
-            name = expand_argv(app, command.entry["argv"])[0]
-            where = command.entry.get("env", {}).get("PATH", search_path)
-            yield check(f"tool of {path}", partial(find_program, name, app.folder, where))
-            for file in command.entry["argv"][1:]:
-                if file.startswith("{manifest_dir}/"):
-                    yield check(f"file of {path}", partial(there, expand_argv(app, [file])[0]))
-    yield check("state folder", state)
+            check(f"tool of {path}", lambda command=command: tool(command))  # type: ignore[misc]
+    check("state folder", state)
     if app.setting("BASE_URL") or app.base_url or "http" in [c.kind for c in app.commands.values()]:
         if app.setting("TOKEN_FILE") or app.token_file:
-            yield check("token file", lambda: "ok" if read_token(app, service_url(app)) else "")
-        yield check("service", service)
+            check("token file", lambda: "ok" if read_token(app, service_url(app)) else "")
+        check("service", service)
+    return made
 
 
 def show_schema(call: Call) -> Outcome:
@@ -2812,15 +2705,12 @@ class App:
     def __init__(self, name: str = "agentcli", version: str = "0.0.0", description: str = "",
                  timeout: "Optional[float]" = None, **settings: "Any") -> None:
         given = dict(settings, name=name, version=version, description=description)
-        if timeout is not None:
-            given["timeout"] = timeout
-        faults = _shape_faults(given, {key: rule for key, rule in _ROOT_KEYS.items()
-                                       if key != "commands"}, ())
+        given.update({} if timeout is None else {"timeout": timeout})
+        faults = shape_faults(given, {key: rule for key, rule in _ROOT_KEYS.items()
+                                      if key != "commands"})
         if faults:
             raise RegistrationError(faults)
-        self.name = name
-        self.version = version
-        self.description = description
+        self.name, self.version, self.description = name, version, description
         self.timeout = timeout
         self.base_url: Optional[str] = settings.get("base_url")
         self.token_file: Optional[str] = settings.get("token_file")
@@ -2847,19 +2737,13 @@ class App:
         """Where the journal and the audit log lie. Raises Failure (STATE_UNAVAILABLE)."""
         given = self.setting("STATE_DIR")
         if given and not given.startswith("/"):
-            raise precondition("STATE_UNAVAILABLE", f"{self.prefix}STATE_DIR must be an absolute "
-                               f"path, not {given!r}", fix_required="Set it to one, or unset it")
-        state, home = os.environ.get("XDG_STATE_HOME", ""), os.environ.get("HOME", "")
+            raise failure("STATE_UNAVAILABLE", f"{self.prefix}STATE_DIR must be an absolute path, "
+                          f"not {given!r}", fix_required="Set it to one, or unset it")
+        state, home = os.environ.get("XDG_STATE_HOME", ""), os.path.expanduser("~")
         if not given and not state.startswith("/"):
             if not home.startswith("/"):
-                import pwd
-
-                try:
-                    home = pwd.getpwuid(os.getuid()).pw_dir
-                except KeyError:
-                    raise precondition(
-                        "STATE_UNAVAILABLE", "There is no home folder to keep the state in",
-                        fix_required=f"Set {self.prefix}STATE_DIR to a folder") from None
+                raise failure("STATE_UNAVAILABLE", "There is no home folder to keep the state in",
+                              fix_required=f"Set {self.prefix}STATE_DIR to a folder")
             state = os.path.join(home, ".local", "state")
         return given or os.path.join(state, self.name)
 
@@ -2909,18 +2793,19 @@ class App:
         if self.notice:
             call.warn("EXAMPLE_MANIFEST", self.notice)
         if os.name != "posix" or not hasattr(os, "posix_spawn"):
-            return report(call, of_failure(precondition(
-                "UNSUPPORTED_PLATFORM", "agentcli runs on Linux and macOS; nothing was started")))
+            return report(call, failure(
+                "UNSUPPORTED_PLATFORM", "agentcli runs on Linux and macOS; nothing was started"))
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         handlers = {}
-        for signo in (signal.SIGCHLD, signal.SIGWINCH):
+        for signo, replaced in ((signal.SIGCHLD, (signal.SIG_DFL, signal.SIG_IGN)),
+                                (signal.SIGWINCH, (signal.SIG_DFL,))):
             # A BSD kernel drops a blocked signal whose default is to be ignored, and if the caller
             # ignores CHLD the kernel reaps the tool unseen. The handler is never run.
-            in_main = "threading" not in sys.modules or \
-                sys.modules["threading"].current_thread() is sys.modules["threading"].main_thread()
-            if in_main and signal.getsignal(signo) in (signal.SIG_DFL, *[signal.SIG_IGN] * (
-                    signo == signal.SIGCHLD)):
-                handlers[signo] = signal.signal(signo, lambda *_: None)
+            if signal.getsignal(signo) in replaced:
+                try:
+                    handlers[signo] = signal.signal(signo, lambda *_: None)
+                except ValueError:  # only the main thread may
+                    break
         try:
             return report(call, answer(call))
         finally:
@@ -2933,20 +2818,14 @@ class App:
         sys.exit(self.run(argv))
 
 
-def of_failure(failure: Failure) -> Outcome:
-    return Outcome(failure.exit_code, failure.data, failure.error)
-
-
 def answer(call: Call) -> Outcome:
     """Parse and perform one call; every way in which it can fail becomes an outcome."""
     try:
         step = parse(call)
         call.informs = step is not perform
         return step(call)
-    except Failure as failure:
-        return of_failure(failure)
-    except Interrupted as interruption:
-        return of_failure(cancelled(interruption.args[0]))
+    except Failure as failed:
+        return failed
     except Exception:  # noqa: BLE001  # the envelope is written whatever happens
         return internal_error()
 
@@ -2959,8 +2838,7 @@ def perform(call: Call) -> Outcome:
     """Make the command's work ready, and do it unless the journal says that it was done."""
     command = call.command
     assert command
-    if command.kind == "builtin":
-        assert command.handler
+    if command.kind == "builtin" and command.handler:
         outcome: Outcome = command.handler(call)
         return outcome
     return admit(call, _PREPARE[command.kind](call))
@@ -2969,62 +2847,51 @@ def perform(call: Call) -> Outcome:
 # What agentcli's own failures are called in an OperationEnvelope; others only become lower-case.
 _OPERATION_CODE = {
     "ARG_ERROR": "invalid_input", "INVALID_AUDIT_LOG_SETTING": "configuration_invalid",
-    "STATE_UNAVAILABLE": "journal_unavailable", "UNSUPPORTED_PLATFORM": "configuration_invalid"}
-
-
-def _as_operation(call: Call, outcome: Outcome) -> None:
-    """Give an http command's own failures the OperationEnvelope's shape."""
-    if outcome.reply is None and outcome.error:
-        error = outcome.error
-        code = _OPERATION_CODE.get(error["code"], error["code"].lower())
-        message = ". ".join(error[key] for key in ("message", "suggestion", "fix_required")
-                            if key in error)
-        outcome.reply = operation_envelope(call.request_id, "error", None, code, message,
-                                           error["retryable"])
-        outcome.exit_code = _EXIT_OF_CODE.get(code, outcome.exit_code)
-
-
+    "STATE_UNAVAILABLE": "journal_unavailable"}
 # Found before a tool can have written anything, so that stdout is still agentcli's to use.
 _BEFORE_THE_TOOL = ("ARG_ERROR", "INVALID_MANIFEST", "INVALID_AUDIT_LOG_SETTING")
 
 
 def report(call: Call, outcome: Outcome) -> int:
     """Tell how a call ended: audit log, --output, then the envelope or lines for a person."""
-    if call.command and call.command.kind == "http":
-        _as_operation(call, outcome)
-    early = outcome.error is not None and outcome.error["code"] in _BEFORE_THE_TOOL
+    error, is_http = outcome.error or {}, call.command and call.command.kind == "http"
+    sentence = ". ".join(error[key] for key in ("message", "suggestion", "fix_required")
+                         if key in error)
+    if is_http and error and outcome.reply is None:
+        code = _OPERATION_CODE.get(error["code"], error["code"].lower())
+        outcome.reply = operation_envelope(call.request_id, "error", None, code, sentence,
+                                           error["retryable"])
+        outcome.exit_code = _EXIT_OF_CODE.get(code, outcome.exit_code)
+    early = error.get("code") in _BEFORE_THE_TOOL
     on_stderr = call.is_passthrough and not early and not call.informs
+    main, fresh = 2 if on_stderr else 1, b"\n" * outcome.ran
+    stopped = error.get("code") in ("TIMEOUT", "CANCELLED")
     write_audit_entry(call, outcome)
-    line, fresh, lines = envelope_line(call, outcome), b"\n" * outcome.ran, []
-    stopped = outcome.error is not None and outcome.error["code"] in ("TIMEOUT", "CANCELLED")
+    line, lines = envelope_line(call, outcome), []
     if "output" in call.options and not early:
         try:
             write_output(call.options["output"], line)
-        except OSError as error:
+        except OSError as wrong:
             call.warn("OUTPUT_UNAVAILABLE", f"--output {call.options['output']}: "
-                      f"{reason_of(error)}")
+                      f"{reason_of(wrong)}")
             line = envelope_line(call, outcome)
     if call.format == "json":
-        failed = write_all(2 if on_stderr else 1, fresh * on_stderr + line, stopped)
+        failed = write_all(main, fresh * on_stderr + line, stopped)
         if failed and not on_stderr and failed.errno not in (errno.EPIPE, errno.EBADF):
             write_all(2, line)
-        if outcome.final:
-            lines = list(call.warnings)
+        lines = list(call.warnings) if outcome.final else []
     else:
         data = outcome.data if outcome.reply is None else outcome.reply["data"]
-        text = outcome.text
+        text = outcome.text and f"{call.app.name}: {outcome.text}" * on_stderr or outcome.text
         if text is None and data is not None and not on_stderr:
             shown = json.dumps(data, indent=2, ensure_ascii=False)
             text = "\n".join(map(printable, shown.split("\n")))
-        if text is not None and (not outcome.error or not on_stderr):
-            write_all(2 if on_stderr else 1, (f"{call.app.name}: {text}" if on_stderr else text)
-                      .encode("utf-8", "backslashreplace") + b"\n")
-        theirs = outcome.reply["warnings"] if outcome.final and outcome.reply else []
-        lines = call.warnings + theirs
+        if text is not None and not (error and on_stderr):
+            write_all(main, text.encode("utf-8", "backslashreplace") + b"\n")
+        lines = call.warnings + (outcome.reply["warnings"] if outcome.final and outcome.reply
+                                 else [])
     told = [f"warning: {warning['message']}" for warning in lines]
-    if outcome.error and call.format == "text":
-        told.append(". ".join(outcome.error[key] for key in
-                              ("message", "suggestion", "fix_required") if key in outcome.error))
+    told += [sentence] if error and call.format == "text" else []
     if told:
         text = "".join(f"{call.app.name}: {printable(line)}\n" for line in told)
         write_all(2, fresh + text.encode("utf-8", "backslashreplace"), stopped)
@@ -3039,6 +2906,12 @@ def envelope_line(call: Call, outcome: Outcome) -> bytes:
         outcome.reply["warnings"] = [{"code": w["code"].lower(), "message": w["message"]}
                                      for w in call.warnings]
     return json_line(outcome.reply)
+
+
+def printable(text: str) -> str:
+    """Text for a terminal, on one line: control characters, escape sequences among them, shown."""
+    return re.sub("[\0-\x1f\x7f-\x9f\u2028\u2029]",
+                  lambda match: " " if match.group() == "\n" else repr(match.group())[1:-1], text)
 
 
 def check_output(path: str) -> None:
@@ -3059,16 +2932,16 @@ def write_output(path: str, data: bytes) -> None:
 
     Raises OSError. A FIFO without a reader is such an error: to open it would block.
     """
-    for stream in (1, 2):  # /dev/stdout, redirected to a file that others write to as well
-        if os.path.isfile(path) and os.path.samestat(os.stat(path), os.fstat(stream)):
-            failed = write_all(stream, data)
-            if failed:
-                raise failed
-            return
-    if os.path.exists(path) and not os.path.isfile(path):
+    target = -1
+    if os.path.isfile(path):  # /dev/stdout, redirected to a file that others write to as well
+        target = next((stream for stream in (1, 2) if os.path.samestat(
+            os.stat(path), os.fstat(stream))), -1)
+    elif os.path.exists(path):
         target = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    if target >= 0:
         error = write_all(target, data)
-        os.close(target)
+        if target > 2:
+            os.close(target)
         if error:
             raise error
         return
@@ -3101,8 +2974,6 @@ def main(argv: "Optional[Sequence[str]]" = None) -> int:
     hold_closed_descriptors()
     app = App()
     app.flags = dict(GLOBAL_FLAGS)
-    if os.name != "posix":
-        return app.run(argv)
     given = value_in(split_command_line(argv, {}, GLOBAL_FLAGS)[0], "--manifest")
     if given is None:
         given = os.environ.get("AGENTCLI_MANIFEST") or None
@@ -3111,8 +2982,8 @@ def main(argv: "Optional[Sequence[str]]" = None) -> int:
         if given is None and path.endswith(".example.json"):
             app.notice = f"{path} is only the example; make a manifest.json beside it"
         load(path, app)
-    except Failure as failure:
-        app.broken = failure
+    except Failure as failed:
+        app.broken = failed
         app.commands = {path: c for path, c in app.commands.items() if c.kind == "builtin"}
     return app.run(argv)
 
