@@ -108,7 +108,14 @@ ExitCode = enum.IntEnum("ExitCode", (
 ), start=0)
 ExitCode.__doc__ = "The exit codes of the CLI Agent Spec (REQ-F-001), 0 to 13, by name."
 
-_FAULTS = {code: exit_code for exit_code, codes in {  # agentcli's own failures
+
+
+def _by_word(table: "Dict[int, str]") -> "Dict[str, int]":
+    """`{2: "a b"}` turned round: {"a": 2, "b": 2}."""
+    return {word: number for number, words in table.items() for word in words.split()}
+
+
+_FAULTS = _by_word({  # what agentcli's own failures exit with
     1: "INTERNAL_ERROR",
     2: "ARG_ERROR INVALID_MANIFEST INVALID_AUDIT_LOG_SETTING INVALID_CURSOR CONFIRMATION_REQUIRED "
        "CONFIGURATION_INVALID",
@@ -116,18 +123,17 @@ _FAULTS = {code: exit_code for exit_code, codes in {  # agentcli's own failures
     4: "TOOL_NOT_FOUND TOOL_NOT_EXECUTABLE STATE_UNAVAILABLE AUDIT_LOG_DISABLED NO_HANDLER "
        "UNSUPPORTED_PLATFORM CHECKS_FAILED",
     6: "IDEMPOTENCY_CONFLICT IN_PROGRESS",
-    10: "TIMEOUT"}.items() for code in codes.split()}
+    10: "TIMEOUT"})
 # Of an OperationEnvelope's error. Where `not_found` and `proposal_not_applicable` end is left to
 # the HTTP status.
-_EXIT_OF_CODE = {code: exit_code for exit_code, codes in {
+_EXIT_OF_CODE = _by_word({
     1: "unauthenticated forbidden internal_error",
     2: "invalid_input configuration_invalid calendar_unsupported limit_exceeded cursor_expired "
        "proposal_expired",
     3: "approval_required clarification_required",
     4: "etag_conflict idempotency_conflict",
     5: "dependency_unavailable journal_unavailable judgment_unavailable judgment_invalid",
-    6: "operation_unknown partial_apply needs_reconciliation context_pending"}.items()
-    for code in codes.split()}
+    6: "operation_unknown partial_apply needs_reconciliation context_pending"})
 _EXIT_OF_STATUS = {200: 0, 201: 0, 202: 6, 400: 2, 413: 2, 422: 2, 409: 4, 412: 4, 503: 5}
 
 # ---------------------------------------------------------------------------------------------

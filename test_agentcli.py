@@ -2529,6 +2529,86 @@ class ManifestTest(Case):
                 self.ends(self.call("manifest", *args), 2, "ARG_ERROR")
 
 
+# ---- README and example --------------------------------------------------------------------------
+
+class ReadmeTest(Case):
+    def setUp(self):
+        super().setUp()
+        self.text = pathlib.Path(FOLDER, "README.md").read_text("utf-8")
+        self.copy = self.dir / "copy"
+        for folder in "bin", "copy/path/to/your/repository":
+            (self.dir / folder).mkdir(parents=True)
+        (self.dir / "bin/python3").symlink_to(sys.executable)
+        for name in "agentcli.py", "manifest.example.json", "Makefile":
+            shutil.copy(os.path.join(FOLDER, name), self.copy)
+        del self.env["AGENTCLI_MANIFEST"]
+        self.env.update(PATH=f"{self.dir}/bin:{self.env['PATH']}", EXAMPLE_AUDIT_LOG="1")
+
+    def shell(self, command):
+        """Exit code and output, as a person or an agent sees them in one place."""
+        done = subprocess.run(["sh", "-c", command], cwd=self.copy, env=self.env, timeout=40,
+                              stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT, start_new_session=True, check=False)
+        return done.returncode, done.stdout.decode()
+
+    def test_every_command_that_is_shown_runs_and_answers_as_shown(self):
+        shown = []  # command, what is shown of its answer
+        for kind, block in re.findall(r"^```(sh|console)\n(.*?)^```", self.text, re.M | re.S):
+            for line in block.splitlines():
+                if kind == "sh" or line.startswith("$ "):
+                    shown.append([line[2 * (kind != "sh"):].partition("  #")[0].strip(), ""])
+                elif line:
+                    shown[-1][1] += line + "\n"
+        shown += [[" ".join(command.replace("\n>", "\n").split()), ""] for command in re.findall(
+            r"`(python3 (?:-m agentcli|agentcli\.py)\b[^`]*|make [^`]+)`", self.text)]
+        self.assertGreater(len(shown), 16)
+        for command, answer in shown:
+            name, _, value = command.partition("=")
+            target = command.startswith("make ") and command.split()[1]
+            if name.startswith("export "):
+                self.env[name.split()[1]] = value
+            elif target and target != "vendor":  # minutes long: only that there is such a target
+                self.assertIn(f"\n{target}:", (self.copy / "Makefile").read_text())
+            elif command != "python3 test_agentcli.py" and (not target or shutil.which("make")):
+                with self.subTest(command):
+                    code, said = self.shell(command)
+                    like = ".*".join(re.escape(part)
+                                     for part in re.split(r"\.{3}(?: .*? \.{3})?", answer))
+                    self.assertRegex(said, re.compile(like, re.S))
+                    if '"ok": false' not in answer and not command.endswith("doctor"):
+                        self.assertEqual(code, 0, said)
+
+    def test_the_manifest_that_is_shown_can_be_loaded(self):
+        block, = re.findall(r"^```json\n({\n.*?)^```", self.text, re.M | re.S)
+        self.write("manifest.json", block.encode())
+        r = self.call("--manifest", "manifest.json", "manifest")
+        self.assertLessEqual({"ingest", "task.add"}, set(r.on_stdout["data"]["commands"]))
+
+    def test_the_examples_run_as_written(self):
+        manifest = json.loads((self.copy / "manifest.example.json").read_text("utf-8"))
+        ran = 0
+        for entry in manifest["commands"].values():
+            for example in entry.get("examples", ()):
+                code, said = self.shell(example["command"])
+                # Nothing serves the example's base URL, which is what its http commands then say.
+                expected = (5, 0) if "http" in entry else (0, 1)
+                self.assertEqual((code, '"dependency_unavailable"' in said),
+                                 (expected[0], "http" in entry), said)
+                ran += 1
+        self.assertGreater(ran, 4)
+
+    def test_every_key_and_every_code_is_told(self):
+        sys.path.insert(0, FOLDER)
+        self.addCleanup(sys.path.remove, FOLDER)
+        import agentcli
+        names = {*agentcli._FAULTS, *agentcli._EXIT_OF_CODE, *agentcli._CODE_OF_STATUS.values()}
+        for table in "ROOT", "COMMAND", "FLAG", "POSITIONAL", "HTTP", "AUDIT":
+            names.update(getattr(agentcli, f"_{table}_KEYS"))
+        untold = [name for name in names
+                  if not re.search(rf"[`\"]({name}|{name.lower()})[`\"]", self.text)]
+        self.assertEqual(untold, [])
+
+
 # ---- what a call loads ---------------------------------------------------------------------------
 
 class CostTest(Case):
@@ -2659,6 +2739,7 @@ def bench():
         rows = [
             ("script run : subprocess.call", run(script + ["ok"]), run(call), pairs, "1.50"),
             ("module run : subprocess.call", run(module), run(call), pairs, "0.90"),
+            *wrapper_rows(folder, python, env, lambda: run(module), true, pairs),
             ("script run : bare interpreter", run(script + ["ok"]), run(bare), pairs, ""),
             ("module run : bare interpreter", run(module), run(bare), pairs, ""),
             ("200 MB through agentcli : tool alone", sample_flow(script + ["flow"], env, size),
@@ -2953,6 +3034,43 @@ def peak_memory(argv, env, given):
         out = subprocess.run([sys.executable, "-c", run, *argv], env=env, stdin=f, check=True,
                              stdout=subprocess.PIPE, stderr=subprocess.DEVNULL).stdout
     return int(out.split()[-1]) / (1024 if sys.platform != "darwin" else 1 << 20)
+
+
+CLICK = """import subprocess, sys
+import click
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("tokens", nargs=-1, type=click.UNPROCESSED)
+def ok(tokens):
+    sys.exit(subprocess.call([%r, *tokens]))
+
+ok()
+"""
+TYPER = """import subprocess
+import typer
+
+def ok(context: typer.Context):
+    raise typer.Exit(subprocess.call([%r, *context.args]))
+
+app = typer.Typer()
+app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(ok)
+app()
+"""
+
+
+def wrapper_rows(folder, python, env, module, true, pairs):
+    """A call by module against what people write by hand: a click and a typer wrapper."""
+    packages = os.path.join(folder, "packages")
+    if subprocess.run([sys.executable, "-m", "pip", "install", "-qq", "--target", packages,
+                       "--disable-pip-version-check", "click", "typer"], check=False,
+                      stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode:
+        print("not compared with click and typer, which pip could not install")
+        return
+    env = dict(env, PYTHONPATH=packages)
+    for name, code in ("click", CLICK), ("typer", TYPER):
+        path = os.path.join(folder, f"with_{name}.py")
+        pathlib.Path(path).write_text(code % true)
+        yield f"module run : {name} wrapper", module(), sample_run([python, path], env), pairs, ""
 
 
 def http_measures(folder, python, module, env, pairs):
