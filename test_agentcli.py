@@ -2553,7 +2553,7 @@ class ReadmeTest(Case):
 
     def test_every_command_that_is_shown_runs_and_answers_as_shown(self):
         shown = []  # command, what is shown of its answer
-        for kind, block in re.findall(r"^```(sh|console)\n(.*?)^```", self.text, re.M | re.S):
+        for kind, block in re.findall(r"(?ms)^```(sh|console)\n(.*?)^```", self.text):
             for line in block.splitlines():
                 if kind == "sh" or line.startswith("$ "):
                     shown.append([line[2 * (kind != "sh"):].partition("  #")[0].strip(), ""])
@@ -2574,12 +2574,12 @@ class ReadmeTest(Case):
                     code, said = self.shell(command)
                     like = ".*".join(re.escape(part)
                                      for part in re.split(r"\.{3}(?: .*? \.{3})?", answer))
-                    self.assertRegex(said, re.compile(like, re.S))
+                    self.assertRegex(said, re.compile(like, re.DOTALL))
                     if '"ok": false' not in answer and not command.endswith("doctor"):
                         self.assertEqual(code, 0, said)
 
     def test_the_manifest_that_is_shown_can_be_loaded(self):
-        block, = re.findall(r"^```json\n({\n.*?)^```", self.text, re.M | re.S)
+        block, = re.findall(r"(?ms)^```json\n({\n.*?)^```", self.text)
         self.write("manifest.json", block.encode())
         r = self.call("--manifest", "manifest.json", "manifest")
         self.assertLessEqual({"ingest", "task.add"}, set(r.on_stdout["data"]["commands"]))
