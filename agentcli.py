@@ -197,7 +197,7 @@ class Cancelled(Failure):
 
 def failure(code: str, message: str, data: "Any" = None, **fields: "Any") -> Failure:
     """A failure of agentcli's own, whose code says what it exits with."""
-    phase = "validation" if _FAULTS[code] in (2, 4) else "execution"
+    phase = "validation" if _FAULTS[code] in (2, 4, 6) else "execution"
     return Failure(_FAULTS[code], code, message, data, **dict({"phase": phase}, **fields))
 
 
@@ -215,11 +215,11 @@ def internal_error(message: str = "A fault of agentcli's own; the traceback is o
     return failure("INTERNAL_ERROR", message)
 
 
-def nearest(word: str, known: "Iterable[str]") -> "Optional[str]":
+def nearest(word: str, known: "Iterable[str]", cutoff: float = 0.6) -> "Optional[str]":
     """A sentence that offers the known names nearest to a mistyped one, or None."""
     import difflib
 
-    near = difflib.get_close_matches(word, list(known))
+    near = difflib.get_close_matches(word, list(known), cutoff=cutoff)
     return f"Did you mean {' or '.join(near)}?" if near else None
 
 
@@ -623,7 +623,7 @@ class Command:
             faults.append("the name must be lower-case words in kebab-case, joined by dots")
         if self.path.split(".")[0] in BUILTINS:
             faults.append("it is a built-in command's name")
-        for key in set(entry) & set(_COMMAND_KEYS) - set(rules):
+        for key in [key for key in entry if key in _COMMAND_KEYS and key not in rules]:
             faults.append(f'a {self.kind} command may not declare "{key}"')
             del entry[key]
         if self.kind == "passthrough":
@@ -666,7 +666,8 @@ class Command:
                 found.append("the name is taken")
             if not found and spec["required"] and not all(places.values()):
                 found.append("follows an optional one; require none")
-            places[name] = not found and spec["required"]
+            if not found:
+                places[name] = spec["required"]
             faults += [f'positional "{name}": {fault}' for fault in found]
         if "path" in self.entry["http"]:
             holes = set(re.findall(r"\{([^}]*)\}", self.entry["http"]["path"]))
@@ -716,37 +717,40 @@ def find_manifest(given: "Optional[str]") -> str:
 def load(path: str, app: "Optional[App]" = None) -> "App":
     """An App with what a manifest file declares; a program that imports agentcli may bind to it.
 
-    Raises Failure (exit 2, INVALID_MANIFEST) with every fault of the file in one answer.
+    Every fault of the file is told in one answer by the App's `run`: exit 2, INVALID_MANIFEST,
+    whatever is called but help, version and doctor. Raises nothing.
     """
     script, app = app is not None, app or App()
     app.source, app.folder = path, os.path.dirname(path)
+    document, faults = {}, []  # type: Any, List[str]
     try:
         app.folder = os.path.dirname(os.path.abspath(path))
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise OSError(errno.EINVAL, "it is not a regular file")
             document = parse_json(file.read())
+        faults += shape_faults(document, _ROOT_KEYS, ("commands",))
     except OSError as error:
-        raise invalid_manifest(path, [reason_of(error)]) from None
+        faults.append(reason_of(error))
     except ValueError as error:  # UnicodeDecodeError and JSONDecodeError among them
-        raise invalid_manifest(path, [f"it is not JSON in UTF-8: {error}"]) from None
-    faults = shape_faults(document, _ROOT_KEYS, ("commands",))
+        faults.append(f"it is not JSON in UTF-8: {error}")
     root = sound(document if isinstance(document, dict) else {}, _ROOT_KEYS)
-    entries = root.pop("commands", {})
+    declared = root.pop("commands", {})
     vars(app).update(root)  # what holds, so that --version is right all the same
-    for name, entry in entries.items():
-        if not isinstance(entry, dict):
+    commands = {name: Command(name, entry) for name, entry in declared.items()}
+    for name, command in commands.items():
+        if not isinstance(declared[name], dict):
             faults.append(f'command "{name}": must be an object')
             continue
-        command = Command(name, entry)
         faults += command.faults(app)
         if script and command.kind == "declared":
             faults.append(f'command "{name}": needs "arguments": "passthrough" with "argv", or '
                           '"http"; only a program that imports agentcli can bind a function to it')
-        app.commands.setdefault(name, command)
-    faults += path_faults(app.commands)
+    faults += path_faults(commands)
     if faults:
-        raise invalid_manifest(path, faults)
+        app.broken = invalid_manifest(path, faults)
+    else:
+        app.commands.update(commands)
     return app
 
 
@@ -918,7 +922,7 @@ def convert(text: str, spec: "Json", where: str) -> "Any":
     elif kind == "enum" and text not in spec["enum_values"]:
         must = "one of " + ", ".join(spec["enum_values"])
     if not must and "pattern" in spec and not re.search(spec["pattern"], text):
-        must = f"text that matches {spec['pattern']}"
+        must = f"text that matches {spec['pattern']} ({spec['description']})"
     if must:
         raise argument_error(f"{where} must be {must}, not {text!r}",
                              suggestion=nearest(text, spec.get("enum_values", ())))
@@ -980,8 +984,8 @@ def parse(call: Call) -> "Callable[[Call], Outcome]":
     for token in extra:
         if len(token) > 1 and token[0] == "-" and not re.fullmatch(r"-[0-9.]+", token):
             name = token.partition("=")[0]
-            raise argument_error(f"There is no option {name} here",
-                                 suggestion=nearest(name, ["--" + known for known in flags]))
+            near = nearest(name, ["--" + known for known in flags], 0.76)  # --dry-run: no --rerun
+            raise argument_error(f"There is no option {name} here", suggestion=near)
     if not command and (call.words or extra or literal):
         raise _unknown_command(call, (extra + literal)[:1])
     strict = command and command.entry.get("option_placement") == "strict"
@@ -1327,7 +1331,8 @@ def replay(record: "Json") -> Outcome:
     if record["event"] != "finished" or "omitted" in record:
         pid = record.get("pid")
         why = "its answer was too large to keep" if "omitted" in record else \
-            "never reported its end" + (f" (its process had the pid {pid})" if pid else "")
+            "never reported its end" + (f"; its process, pid {pid}, " + (
+                "may still run" if is_alive(pid) else "is gone") if pid else "")
         raise failure(
             "OUTCOME_UNKNOWN", f"The same call began at {when} but {why}",
             suggestion="Find out what it has done, then call again with --rerun before the "
@@ -1342,6 +1347,14 @@ def replay(record: "Json") -> Outcome:
     return Outcome(record["exit"], data, error, meta={"idempotency_hit": True,
                                                       "first_run_at": when},
                    text=f"not run again: it ran at {when} and ended well; --rerun runs it")
+
+
+def is_alive(pid: int) -> bool:
+    """Whether there is a process with this pid, which may have become another one's."""
+    try:
+        return os.getpgid(pid) > 0
+    except (OSError, OverflowError):
+        return False
 
 
 def surroundings(reads_stdin: bool = True) -> "Tuple[Any, ...]":
@@ -1454,7 +1467,7 @@ def run_journal(call: Call) -> Outcome:
     session, limit = value_in(call.argv, "--session"), limit_of(call)
     wanted = digest("session", session) if session is not None else None
     runs: Dict[str, Json] = {}
-    told: Dict[str, float] = {}  # when a call or an operation last ended in a known way
+    told: Set[str] = set()  # the calls and operations whose end a later run has told
     try:
         names = [name for name in os.listdir(folder) if name.endswith(".jsonl")]
     except FileNotFoundError:
@@ -1482,19 +1495,20 @@ def run_journal(call: Call) -> Outcome:
     entries, seen = [], set()
     for record in sorted(runs.values(), key=lambda r: -float(r["at"])):
         code = (record.get("error") or {}).get("code")
-        state = "finished" if record["event"] == "finished" else \
-            "running" if record["id"] not in seen and locks >= 0 and \
-            not take_lock(locks, int(record["id"][:15], 16), 0, shared=True) else "unknown"
+        if record["event"] == "finished":
+            state = "unknown" if code == "operation_unknown" else "finished"
+        else:
+            locked = record["id"] not in seen and locks >= 0 and \
+                not take_lock(locks, int(record["id"][:15], 16), 0, shared=True)
+            state = "running" if locked else "unknown"
         seen.add(record["id"])  # an earlier run of the same call cannot hold its lock
         same = str(record.get("operation_id") or record["id"])
-        if state == "finished" and code != "operation_unknown":
-            told.setdefault(same, record["at"])
-        elif call.args.get("unresolved") and same in told:
-            continue
-        if not call.args.get("unresolved") or state != "finished" or code == "operation_unknown":
+        if state == "finished":
+            told.add(same)
+        if not call.args.get("unresolved") or same not in told:
             entry = {"command": record["command"], "state": state, "pid": record.get("pid"),
                      "started_at": timestamp(record["at"]), "exit_code": record.get("exit"),
-                     "ended_at": timestamp(record["end"]) if state == "finished" else None,
+                     "ended_at": timestamp(record["end"]) if "end" in record else None,
                      "error_code": code, "request_id": record["run"],
                      "operation_id": record.get("operation_id")}
             entries.append({key: value for key, value in entry.items() if value is not None})
@@ -2554,24 +2568,26 @@ def run_doctor(call: Call) -> Outcome:
     found = (outcome.data or {}).get("checks", ())
     failed = [check["name"] for check in found if not check["ok"]]
     outcome.text = "\n".join(f"{'ok' if c['ok'] else 'MEND':4} {c['name']}: {c['found']}"
-                             + f". {c.get('fix', '')}" * (not c["ok"]) for c in found)
+                             + f". {c.get('fix')}" * ("fix" in c) for c in found)
     if failed:
         wrong = failure("CHECKS_FAILED", f"Not in order: {', '.join(failed)}",
-                        suggestion="data.checks says of each how to mend it")
+                        suggestion="What was found for each says how to mend it")
         outcome.exit_code, outcome.error = wrong.exit_code, wrong.error
     return outcome
 
 
 def checks(app: "App") -> "List[Json]":
     """What was checked: its name, whether it holds, what was found, how to mend it."""
+    from functools import partial
+
     made: List[Json] = []
 
-    def check(name: str, find: "Callable[[], str]") -> None:
+    def check(name: str, find: "Callable[[], Any]") -> None:
         try:
-            made.append({"name": name, "ok": True, "found": find()})
+            made.append({"name": name, "ok": True, "found": str(find())})
         except Failure as wrong:
             error = wrong.error or {}
-            fix = error.get("fix_required") or error.get("suggestion") or str(wrong)
+            fix = error.get("fix_required") or error.get("suggestion") or "Correct this setting"
             made.append({"name": name, "ok": False, "found": str(wrong), "fix": fix})
         except OSError as error:
             made.append({"name": name, "ok": False, "found": str(error),
@@ -2612,7 +2628,7 @@ def checks(app: "App") -> "List[Json]":
     check("manifest", manifest)
     for path, command in app.commands.items():
         if command.kind == "passthrough":
-            check(f"tool of {path}", lambda command=command: tool(command))  # type: ignore[misc]
+            check(f"tool of {path}", partial(tool, command))
     check("state folder", state)
     if app.setting("BASE_URL") or app.base_url or "http" in [c.kind for c in app.commands.values()]:
         if app.setting("TOKEN_FILE") or app.token_file:
@@ -2672,7 +2688,9 @@ def _flag_row(name: str, spec: "Json") -> "Tuple[str, str]":
     value = {"boolean": "", "enum": " " + "|".join(spec.get("enum_values", ()))}.get(
         spec["type"], " " + spec["type"].upper())
     short = f"-{spec['short']}, " if "short" in spec else ""
-    return f"{short}--{name}{value}", spec["description"]
+    more = " (required)" * spec["required"] \
+        + (f" (default: {json.dumps(spec['default'])})" if "default" in spec else "")
+    return f"{short}--{name}{value}", spec["description"] + more
 
 
 def _table(title: str, rows: "Sequence[Tuple[str, str]]") -> "List[str]":
@@ -2780,6 +2798,8 @@ class App:
         child; it raises Failure for an end of its own. Raises RegistrationError.
         """
         command = self.commands.get(path)
+        if self.broken:  # run() tells why
+            return lambda function: function
         if command is None or command.kind != "declared":
             raise RegistrationError([f'command "{path}": is not a declared command; register it'])
 
@@ -2800,7 +2820,8 @@ class App:
             call.warn("EXAMPLE_MANIFEST", self.notice)
         if os.name != "posix" or not hasattr(os, "posix_spawn"):
             return report(call, failure(
-                "UNSUPPORTED_PLATFORM", "agentcli runs on Linux and macOS; nothing was started"))
+                "UNSUPPORTED_PLATFORM", "agentcli needs Linux or macOS and Python 3.8 or newer, "
+                f"not {sys.platform} and {sys.version.split()[0]}; nothing was started"))
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         handlers = {}
         for signo, replaced in ((signal.SIGCHLD, (signal.SIG_DFL, signal.SIG_IGN)),
@@ -2988,9 +3009,8 @@ def main(argv: "Optional[Sequence[str]]" = None) -> int:
         if given is None and path.endswith(".example.json"):
             app.notice = f"{path} is only the example; make a manifest.json beside it"
         load(path, app)
-    except Failure as failed:
-        app.broken = failed
-        app.commands = {path: c for path, c in app.commands.items() if c.kind == "builtin"}
+    except Failure as missing:
+        app.broken = missing
     return app.run(argv)
 
 
