@@ -343,6 +343,8 @@ def parse_json(data: bytes, huge: bool = False) -> "Any":
         return float(token)
 
     def integer(token: str) -> int:
+        if len(token) > 100000:  # to read it takes time that grows with its square
+            refuse(token, "is too large")
         return int(token) if huge or len(token) < 300 or number(token) else 0
 
     def unique(pairs: "List[Tuple[str, Any]]") -> "Json":
@@ -488,7 +490,7 @@ _LIST: "Rule" = (lambda value: isinstance(value, list), "a list")
 _BOOL: "Rule" = (lambda value: isinstance(value, bool), "true or false")
 _SECONDS: "Rule" = (_is_number, f"a number of seconds from 0 (no limit) to {LONGEST_TIMEOUT}")
 _COUNT: "Rule" = (lambda value: type(value) is int and value > 0, "a whole number from 1")
-_PATH = _like("/[^\0]*", "an absolute path")
+_PATH: "Rule" = (lambda value: _is_string(value) and value[:1] == "/", "an absolute path")
 _NAME = _like("[a-z0-9]+(-[a-z0-9]+)*", "lower-case words in kebab-case")
 
 _ERROR_KEYS: "Dict[str, Rule]" = {  # of a ResponseEnvelope
@@ -534,7 +536,8 @@ _FLAG_KEYS: "Dict[str, Rule]" = dict(
     type=_one_of("string", "integer", "number", "boolean", "array", "enum"),
     default=(lambda value: True, ""),
     env_vars=(lambda value: isinstance(value, list) and all(
-        isinstance(v, dict) and _TEXT[0](v.get("name")) and "=" not in v["name"] for v in value),
+        isinstance(v, dict) and _TEXT[0](v.get("name")) and "=" not in v["name"]
+        and _is_strings(list(v.values())) for v in value),
         'a list of {"name": ...}'))
 _POSITIONAL_KEYS: "Dict[str, Rule]" = dict(
     _ARGUMENT_KEYS, type=_one_of("string", "integer", "number", "enum"),
@@ -569,13 +572,15 @@ def argument_faults(spec: "Any", rules: "Dict[str, Rule]", *required: str) -> "L
     if not faults and (spec["type"] == "enum") != ("enum_values" in spec):
         faults.append('"enum_values" and the type "enum" need each other')
     if not faults and "default" in spec:
-        if type(spec["default"]) not in _VALUES[spec["type"]]:
-            faults.append(f'"default" must be of the type {spec["type"]}')
-        elif spec["type"] in ("string", "enum"):
-            try:
-                convert(spec["default"], spec, '"default"')
-            except Failure as wrong:
-                faults.append(str(wrong))
+        default, kind = spec["default"], spec["type"]
+        values = default if kind == "array" else [default] if kind != "boolean" else []
+        if type(default) not in _VALUES[kind] or kind == "array" and not _is_strings(default):
+            return [f'"default" must be of the type {kind}' + " of strings" * (kind == "array")]
+        try:
+            for value in values:
+                convert(str(value), spec, '"default"')
+        except Failure as wrong:
+            faults.append(str(wrong))
     return faults
 
 
@@ -846,66 +851,52 @@ def value_in(tokens: "Sequence[str]", name: str) -> "Optional[str]":
                  if token == name or token.startswith(name + "=")), None)
 
 
-def exact_options(tokens: "Sequence[str]",
-                  flags: "Json") -> "Optional[Tuple[Dict[str, List[Any]], List[str]]]":
-    """What parse_options gives, for whole long options with plain values only; None for others.
+def read_options(tokens: "Sequence[str]",
+                 flags: "Json") -> "Tuple[Dict[str, List[Any]], List[str]]":
+    """The values of each option among tokens, in order, and the tokens that are none.
 
-    `--format json x` gives ({"format": ["json"]}, ["x"]); `-V` and `--session -x` give None.
+    `--name value`, `--name=value`, `-n value`, `-nvalue`, and `-ab` for two that take no value; a
+    value in a token of its own begins with a dash only if it is a number or `-`. Names are never
+    abbreviated. Raises Failure (ARG_ERROR). `--format json x` gives ({"format": ["json"]}, ["x"]).
     """
+    letters = {spec["short"]: name for name, spec in flags.items() if "short" in spec}
     found: Dict[str, List[Any]] = {}
     rest: List[str] = []
     waiting = iter(tokens)
     for token in waiting:
-        name, equals, value = token[2:].partition("=")
-        spec = flags.get(name) if token[:2] == "--" else None
-        if token[:1] != "-":
+        if token[:1] != "-" or token == "-" or is_number(token) and token[1] not in letters:
             rest.append(token)
-        elif not spec or spec["type"] == "boolean" and equals:
-            return None
-        elif spec["type"] == "boolean":
-            found.setdefault(name, []).append(True)
-        else:
-            text = value if equals else next(waiting, "-")
-            if not equals and text[:1] == "-":
-                return None
+            continue
+        inside: List[Tuple[str, str, Optional[str]]] = []  # as given, name, the value in the token
+        if token[:2] == "--":
+            name, equals, value = token[2:].partition("=")
+            inside.append(("--" + name, name, value if equals else None))
+        for at, letter in enumerate(token[1:] if token[:2] != "--" else "", 2):
+            name = letters.get(letter, "")
+            alone = flags.get(name, {}).get("type") == "boolean"
+            inside.append(("-" + letter, name, None if alone else token[at:] or None))
+            if not alone:
+                break
+        for given, name, text in inside:
+            if name not in flags:  # far names are not offered: --dry-run was not meant as --rerun
+                raise argument_error(f"There is no option {given} here", suggestion=nearest(
+                    given, ["--" + known for known in flags], 0.76))
+            if flags[name]["type"] == "boolean":
+                if text is not None:
+                    raise argument_error(f"{given} takes no value")
+                found.setdefault(name, []).append(True)
+                continue
+            if text is None:
+                text = next(waiting, "--")
+                if text[:1] == "-" and text != "-" and not is_number(text):
+                    raise argument_error(f"{given} needs a value")
             found.setdefault(name, []).append(text)
     return found, rest
 
 
-def parse_options(tokens: "Sequence[str]",
-                  flags: "Json") -> "Tuple[Dict[str, List[Any]], List[str]]":
-    """The values of each option among tokens, in order, and the tokens that are none.
-
-    argparse finds them, and what is wrong with them; what it says varies between Python versions,
-    so the sentences are ours. It is loaded only where the exact forms do not do: its import would
-    be the dearest part of a plain call.
-    """
-    exact = exact_options(tokens, flags)
-    if exact:
-        return exact
-    import argparse
-
-    vars(argparse)["_"] = str  # no look-up of a translation, which imports locale
-
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str) -> "NoReturn":
-            name = str(getattr(sys.exc_info()[1], "argument_name", message)).partition("/")[0]
-            boolean = flags.get(name[2:], {}).get("type") == "boolean"
-            letter = re.search("'(.)", message)
-            if boolean and letter and not any(token.startswith(name + "=") for token in tokens):
-                raise argument_error(f"There is no option -{letter[1]} here")  # -lz, and no -z
-            raise argument_error(f"{name} {'takes no value' if boolean else 'needs a value'}")
-
-    parser = Parser(  # a width given keeps argparse from importing shutil to find one
-        add_help=False, allow_abbrev=False, usage="",
-        formatter_class=lambda prog, **_: argparse.HelpFormatter(prog, width=80))
-    for name, spec in flags.items():
-        names = ["--" + name] + (["-" + spec["short"]] if "short" in spec else [])
-        action: Json = {"action": "append_const", "const": True} if spec["type"] == "boolean" \
-            else {"action": "append"}
-        parser.add_argument(*names, dest=name, **action)
-    found, rest = parser.parse_known_args(list(tokens))
-    return {name: values for name, values in vars(found).items() if values}, rest
+def is_number(text: str) -> bool:
+    """Whether it is a decimal number, such as -1, .5 or 1e-3."""
+    return bool(re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text))
 
 
 def convert(text: str, spec: "Json", where: str) -> "Any":
@@ -916,8 +907,7 @@ def convert(text: str, spec: "Json", where: str) -> "Any":
     elif kind == "integer":
         must = "a whole number"
     elif kind == "number":
-        decimal = re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text)
-        value = float(text) if decimal else float("inf")
+        value = float(text) if is_number(text) else float("inf")
         must = "a finite decimal number" * (abs(value) == float("inf"))
     elif kind == "enum" and text not in spec["enum_values"]:
         must = "one of " + ", ".join(spec["enum_values"])
@@ -969,11 +959,12 @@ def parse(call: Call) -> "Callable[[Call], Outcome]":
             return step
     if app.broken and not (command and command.path == "doctor"):
         raise app.broken
-    if mistyped and not any(token[:1] == "-" for token in parse_options(leading, flags)[1]):
+    if mistyped:
+        read_options(leading, flags)
         raise _unknown_command(call, rest[:1])
     if command and command.path != "doctor":
         call.audit = audit_log_of(call)
-    values, extra = parse_options(tokens, flags)
+    values, extra = read_options(tokens, flags)
     for step, name in (show_help, "help"), (show_version, "version"):
         if name in values:  # among other letters, such as -lh
             return step
@@ -981,11 +972,6 @@ def parse(call: Call) -> "Callable[[Call], Outcome]":
         if name in values:
             values.setdefault(same, []).extend(value or values[name])
             del values[name]
-    for token in extra:
-        if len(token) > 1 and token[0] == "-" and not re.fullmatch(r"-[0-9.]+", token):
-            name = token.partition("=")[0]
-            near = nearest(name, ["--" + known for known in flags], 0.76)  # --dry-run: no --rerun
-            raise argument_error(f"There is no option {name} here", suggestion=near)
     if not command and (call.words or extra or literal):
         raise _unknown_command(call, (extra + literal)[:1])
     strict = command and command.entry.get("option_placement") == "strict"
@@ -1058,7 +1044,8 @@ def _check_arguments(call: Call, command: Command, texts: "Sequence[str]") -> No
                 spec = dict(spec, type="enum", enum_values=["true", "1", "false", "0"])
                 args[name] = convert(text, spec, variable) in ("true", "1")
             else:
-                args[name] = [text] if spec["type"] == "array" else convert(text, spec, variable)
+                value = convert(text, spec, variable)
+                args[name] = [value] if spec["type"] == "array" else value
         elif name not in args and "default" in spec:
             args[name] = spec["default"]
     needed = [("--" + name, name, spec) for name, spec in command.flags().items()]
@@ -1242,7 +1229,7 @@ class JournalEntry:
                 raise failure(
                     "IN_PROGRESS", "The same call is still running; it did not end within this "
                     f"call's limit of {self.call.timeout:g} s", retryable=True,
-                    suggestion="Call again later: it replays the end of the one that runs")
+                    suggestion="Call again when that one has ended")
 
     def latest(self) -> "Optional[Json]":
         """The last record of an earlier run of the call, or None. Raises OSError, Failure (6)."""
@@ -1626,13 +1613,14 @@ def write_audit_entry(call: Call, outcome: Outcome) -> None:
     """Log an invocation that resolved to a command; what cannot be written becomes a warning."""
     if not call.audit or not call.command or call.command.kind == "builtin" or call.informs:
         return
-    args = {name: value for name, value in call.options.items() if name != "session"}
-    args.update(call.args)
-    hidden = {"passthrough": "argv", "http": "input"}.get(call.command.kind, "")
-    if hidden == "argv" or hidden in args:
-        args[hidden] = "[OMITTED]"
+    args = dict(call.args, **{"--" + name if name in call.args else name: value
+                              for name, value in call.options.items() if name != "session"})
+    if call.is_passthrough:
+        args["argv"] = "[OMITTED]"
+    if "input" in args and "input" in call.command.brought():
+        args["input"] = "[OMITTED]"
     if call.operation_id:
-        args["operation_id"] = call.operation_id
+        args["--operation-id" if "operation_id" in args else "operation_id"] = call.operation_id
     trace = os.environ.get("TOOL_TRACE_ID", "")
     entry: Json = {
         "timestamp": timestamp(time.time()), "command": call.command.path, "args": args,
@@ -1829,6 +1817,8 @@ def supervise(tree: ProcessTree, deadline: "Optional[float]", grace: float = GRA
     status: Optional[int] = None
     cause: Optional[int] = None
     killing, until = False, deadline
+    # In an embedding program another thread may be the one that a signal reaches.
+    threads = "threading" in sys.modules and sys.modules["threading"].active_count() > 1
     while True:
         if status is None:
             status = _reap(tree.pid, at_terminal and cause is None)
@@ -1837,6 +1827,8 @@ def supervise(tree: ProcessTree, deadline: "Optional[float]", grace: float = GRA
         left = None if until is None else until - time.monotonic()
         if killing or status is not None:  # nobody reports the end of a stranger's child
             left = min(LOOK, left or 0)
+        elif threads:
+            left = LOOK if left is None else min(LOOK, left)
         signo, sent = next_signal(awaited, left)
         theirs = at_terminal and not sent  # the kernel told the child as well
         told = signo in ENDING_SIGNALS and not (theirs and child_decides)
@@ -1921,7 +1913,10 @@ class SharedPage:
     def __init__(self) -> None:
         import mmap
 
-        self.memory = mmap.mmap(-1, PAGE_SIZE)
+        try:
+            self.memory = mmap.mmap(-1, PAGE_SIZE)
+        except OSError as error:
+            raise no_child(error) from None
         self.writer = 0  # the child's pid
 
     @property
@@ -1949,15 +1944,29 @@ class SharedPage:
         return found
 
 
+def no_child(error: OSError) -> Failure:
+    return failure("INTERNAL_ERROR", f"No process could be started: {reason_of(error)}")
+
+
+def flush_streams() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (AttributeError, OSError, ValueError):  # None, closed, or without a reader
+            continue
+
+
 def fork_child(call: Call, page: SharedPage, own_group: bool, work: "Callable[[], None]") -> int:
     """Run a function in a child, which leaves its answer on the page; return the child's pid.
 
     What the function and its children print on stdout goes to stderr. Its process ends however
     the function does: an exception's traceback is on stderr, and the page stays empty.
     """
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        stream.flush()
-    pid = os.fork()
+    flush_streams()
+    try:
+        pid = os.fork()
+    except OSError as error:
+        raise no_child(error) from None
     if pid:
         if own_group:
             _send(os.setpgid, pid, pid)
@@ -1975,8 +1984,7 @@ def fork_child(call: Call, page: SharedPage, own_group: bool, work: "Callable[[]
         page.writer = os.getpid()
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         work()
-        for stream in filter(None, (sys.stdout, sys.stderr)):
-            stream.flush()
+        flush_streams()
         os._exit(0)
     except BaseException:  # noqa: BLE001  # nothing of the child may run on
         internal_error()
@@ -2124,8 +2132,8 @@ def service_url(app: "App") -> "Any":
     try:
         url = urlsplit(text)
         port = url.port
-    except ValueError as error:
-        raise failure("CONFIGURATION_INVALID", f"{named}: {error}") from None
+    except ValueError:  # whose text may hold a password
+        raise failure("CONFIGURATION_INVALID", f"{named} is no URL") from None
     refuse_setting(named, (
         (not text, f'is not set: set "base_url" in the manifest, or {app.prefix}BASE_URL'),
         (url.scheme not in ("http", "https"), "must begin with http:// or https://"),
@@ -2242,7 +2250,8 @@ def send_request(call: Call, method: str, target: str, headers: "Dict[str, str]"
         cause = 0  # the sender's own timer was the first to ring
     answer = page.answer()
     if cause is None and answer:
-        if answer["exit"] == 6 and answer["reply"]["status"] == "ok" and not answer["final"]:
+        pending = answer["exit"] == 6 and answer["reply"]["status"] == "ok"
+        if pending and call.operation_id and not answer["final"]:
             call.warn("PENDING", "The service took the request but has not finished it (HTTP 202); "
                       f"look operation {call.operation_id} up")
         return Outcome(answer["exit"], error=answer["reply"]["error"], reply=answer["reply"],
@@ -2281,12 +2290,29 @@ def exchange(call: Call, page: SharedPage, method: str, target: str, headers: "D
     import urllib.request
     from http import client
 
+    # A final reply other than 2xx, perhaps behind interim ones.
+    refusal = rb"(HTTP/1\.[01] 1..[^\n]*\n([^\r\n].*\n)*\r?\n)*HTTP/1\.[01] [3-5]"
+
+    class Lines:
+        """A reply's head, of which http.client would take a line that is cut short."""
+
+        def __init__(self, file: "Any") -> None:
+            self.file, self.close = file, file.close
+
+        def readline(self, limit: int = -1) -> "Any":
+            line = self.file.readline(limit)
+            if line[-1:] != b"\n":
+                raise client.HTTPException("the reply was cut short or has too long a line")
+            return line
+
     class Reply(client.HTTPResponse):
         def begin(self) -> None:
+            file, vars(self)["fp"] = self.fp, Lines(self.fp)
             super().begin()
             while 101 < self.status < 200:  # an interim reply (RFC 9110, 15.2)
                 vars(self)["headers"] = None
                 super().begin()
+            self.fp = file
 
     class Connection(client.HTTPConnection):
         """One that marks the page between having connected and sending the request."""
@@ -2307,10 +2333,14 @@ def exchange(call: Call, page: SharedPage, method: str, target: str, headers: "D
             page.mark()
             try:
                 while data and not hasattr(self.sock, "cipher"):
-                    if select.select([self.sock], [self.sock], [])[0]:
-                        if re.match(rb"HTTP/1\.. [3-5]", self.sock.recv(16, socket.MSG_PEEK)):
-                            return  # refused: the rest need not be sent (RFC 9112, 9.5)
-                        break
+                    seen = b""
+                    if select.select([self.sock], [], [], 0)[0]:
+                        seen = self.sock.recv(65536, socket.MSG_PEEK)
+                        if re.match(refusal, seen):
+                            return  # the rest need not be sent (RFC 9112, 9.5)
+                        if not seen:
+                            break
+                    select.select([] if seen else [self.sock], [self.sock], [], LOOK)
                     with contextlib.suppress(BlockingIOError):
                         data = data[self.sock.send(data[:65536], socket.MSG_DONTWAIT):]
                 super().send(data)
@@ -2344,6 +2374,7 @@ def exchange(call: Call, page: SharedPage, method: str, target: str, headers: "D
         status, received = reply.status, read_reply(reply)
     except (OSError, client.HTTPException, ValueError) as error:
         reason = str(getattr(error, "reason", error)) or type(error).__name__
+        reason = re.sub(r"[^\s'\"]*@", "", reason)  # of a proxy's URL: who, and a password
         return told(lost(call, page.marked, f"{url.netloc}: {reason}"), None)
     return interpret(call, status, received)
 
@@ -2415,7 +2446,7 @@ class Context:
 
     def warn(self, code: str, message: str) -> None:
         """Add a warning to the envelope; code: `^[A-Z][A-Z0-9_]+$`."""
-        if not re.fullmatch("[A-Z][A-Z0-9_]+", code) or not message:
+        if not (re.fullmatch("[A-Z][A-Z0-9_]+", code) and isinstance(message, str) and message):
             raise ValueError(f"a warning needs a code like LOW_BALANCE, not {code!r}, and a text")
         self.warnings.append({"code": code, "message": message})
 
@@ -2543,7 +2574,7 @@ def manifest_entry(command: Command) -> "Json":
     if kind == "builtin":
         shown["builtin"] = True
     shown.update({key: entry[key] for key in ("help_argv", "positionals", "examples")
-                  if entry.get(key) is not None})
+                  if entry.get(key) or key == "help_argv" and key in entry})
     return shown
 
 
@@ -2614,12 +2645,16 @@ def checks(app: "App") -> "List[Json]":
 
     def service() -> str:
         import socket
+        from urllib.request import getproxies, proxy_bypass
 
         url = service_url(app)
         port = url.port or {"http": 80, "https": 443}[url.scheme]
+        if not is_loopback(url.hostname) and getproxies().get(url.scheme) \
+                and not proxy_bypass(url.hostname):
+            return f"{url.hostname}:{port} is behind a proxy and was not tried"
         try:
             socket.create_connection((url.hostname, port), 3).close()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise failure("TOOL_NOT_FOUND", f"{url.hostname}:{port}: {error}", fix_required="Start "
                           "the service, or correct the base URL") from None
         return f"{url.hostname}:{port} accepts connections"
@@ -2823,6 +2858,7 @@ class App:
                 "UNSUPPORTED_PLATFORM", "agentcli needs Linux or macOS and Python 3.8 or newer, "
                 f"not {sys.platform} and {sys.version.split()[0]}; nothing was started"))
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        digits = getattr(sys, "get_int_max_str_digits", int)()
         handlers = {}
         for signo, replaced in ((signal.SIGCHLD, (signal.SIG_DFL, signal.SIG_IGN)),
                                 (signal.SIGWINCH, (signal.SIG_DFL,))):
@@ -2835,7 +2871,11 @@ class App:
                     break
         try:
             return report(call, answer(call))
+        except Exception:  # noqa: BLE001  # a second try, without all that may have failed
+            call.audit, call.options = None, {}
+            return report(call, internal_error())
         finally:
+            getattr(sys, "set_int_max_str_digits", int)(digits)
             for signo, handler in handlers.items():
                 signal.signal(signo, handler)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -2883,7 +2923,7 @@ def report(call: Call, outcome: Outcome) -> int:
     """Tell how a call ended: audit log, --output, then the envelope or lines for a person."""
     error, is_http = outcome.error or {}, call.command and call.command.kind == "http"
     sentence = ". ".join(error[key] for key in ("message", "suggestion", "fix_required")
-                         if key in error)
+                         if isinstance(error.get(key), str))
     if is_http and error and outcome.reply is None:
         code = _OPERATION_CODE.get(error["code"], error["code"].lower())
         outcome.reply = operation_envelope(call.request_id, "error", None, code, sentence,
@@ -2911,7 +2951,10 @@ def report(call: Call, outcome: Outcome) -> int:
         data = outcome.data if outcome.reply is None else outcome.reply["data"]
         text = outcome.text and f"{call.app.name}: {outcome.text}" * on_stderr or outcome.text
         if text is None and data is not None and not on_stderr:
-            shown = json.dumps(data, indent=2, ensure_ascii=False)
+            try:
+                shown = json.dumps(data, indent=2, ensure_ascii=False)
+            except RecursionError:  # to indent takes more of the stack than to read did
+                shown = json.dumps(data, ensure_ascii=False)
             text = "\n".join(map(printable, shown.split("\n")))
         if text is not None and not (error and on_stderr):
             write_all(main, text.encode("utf-8", "backslashreplace") + b"\n")
