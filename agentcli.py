@@ -100,6 +100,7 @@ KEY_SECONDS = 86400  # how long an idempotency key is remembered
 JOURNAL_DAYS = 30  # after which a journal file that nothing used goes
 LARGEST_RESULT = 65536  # bytes of a declared command's data that the journal keeps for a repeat
 LARGEST_ENTRY = 16384  # bytes of an audit log entry
+LONGEST_TRACE = 256  # characters of a trace id in it
 PAGE_SIZE = 64 << 20  # bytes of the answer of a forked child, its mark and length included
 
 ExitCode = enum.IntEnum("ExitCode", (
@@ -260,7 +261,7 @@ def response_envelope(call: "Call", outcome: Outcome) -> "Json":
     """The ResponseEnvelope of the CLI Agent Spec (REQ-F-004) for one ended call."""
     meta: Json = {
         "exit_code": outcome.exit_code, "duration_ms": call.milliseconds(),
-        "timeout_ms": round(call.timeout * 1000), "request_id": call.request_id,
+        "timeout_ms": call.timeout_ms, "request_id": call.request_id,
         "timestamp": timestamp(time.time()), "tool_version": call.app.version}
     for key, value in (("command", call.command and call.command.path),
                        ("trace_id", os.environ.get("TOOL_TRACE_ID")),
@@ -373,10 +374,20 @@ def before_deadline(deadline: "Optional[float]" = None) -> float:
     With its signals blocked, a process in a plain read or a lock is deaf; between short waits,
     and before it starts anything, it looks for them here. Raises Cancelled on one that ends it.
     """
-    for signo in set(ENDING_SIGNALS) & set(signal.sigpending()):
+    pending = set(signal.sigpending())
+    for signo in set(ENDING_SIGNALS) & pending:
         if signal.getsignal(signo) != signal.SIG_IGN:
             raise Cancelled(int(signal.sigwait([signo])))
+    if signal.SIGTSTP in pending:
+        stop_here()
     return LOOK if deadline is None else max(0, min(LOOK, deadline - time.monotonic()))
+
+
+def stop_here() -> None:
+    """Stop as Ctrl-Z stops a program: the kernel does not where nobody is there to resume it."""
+    os.kill(os.getpid(), signal.SIGTSTP)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTSTP})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTSTP})
 
 
 def wait_ready(descriptor: int, event: str, deadline: "Optional[float]") -> bool:
@@ -466,7 +477,7 @@ def _is_strings(value: "Any") -> bool:
 def _is_pattern(value: "Any") -> bool:
     try:
         return isinstance(value, str) and bool(re.compile(value))
-    except re.error:
+    except (re.error, OverflowError, RecursionError):
         return False
 
 
@@ -490,6 +501,7 @@ _LIST: "Rule" = (lambda value: isinstance(value, list), "a list")
 _BOOL: "Rule" = (lambda value: isinstance(value, bool), "true or false")
 _SECONDS: "Rule" = (_is_number, f"a number of seconds from 0 (no limit) to {LONGEST_TIMEOUT}")
 _COUNT: "Rule" = (lambda value: type(value) is int and value > 0, "a whole number from 1")
+_FEW: "Rule" = (lambda value: type(value) is int and 0 < value < 10000, "1 to 9999")
 _PATH: "Rule" = (lambda value: _is_string(value) and value[:1] == "/", "an absolute path")
 _NAME = _like("[a-z0-9]+(-[a-z0-9]+)*", "lower-case words in kebab-case")
 
@@ -499,7 +511,7 @@ _ERROR_KEYS: "Dict[str, Rule]" = {  # of a ResponseEnvelope
     **{key: _like("(?s).+", "a non-empty string")
        for key in ("message", "fix_required", "fix_command", "suggestion")},
     "retry_after_ms": (lambda value: type(value) is int and value >= 0, "milliseconds")}
-_AUDIT_KEYS = {"path": _PATH, "max_bytes": _COUNT, "max_files": _COUNT, "max_age_days": _COUNT}
+_AUDIT_KEYS = {"path": _PATH, "max_bytes": _COUNT, "max_files": _FEW, "max_age_days": _FEW}
 _ROOT_KEYS: "Dict[str, Rule]" = {
     "name": _NAME, "version": _TEXT, "description": _STRING, "timeout": _SECONDS,
     "base_url": _TEXT, "token_file": _TEXT, "commands": _OBJECT,
@@ -807,6 +819,10 @@ class Call:
     def is_passthrough(self) -> bool:
         return self.command is not None and self.command.kind == "passthrough"
 
+    @property
+    def timeout_ms(self) -> int:
+        return max(1, round(self.timeout * 1000)) if self.timeout else 0
+
     def milliseconds(self) -> int:
         return int((time.monotonic() - self.began) * 1000)
 
@@ -885,6 +901,8 @@ def read_options(tokens: "Sequence[str]",
                 if text is not None:
                     raise argument_error(f"{given} takes no value")
                 found.setdefault(name, []).append(True)
+                if name in ("help", "version"):  # whatever else is wrong with the call
+                    return found, rest
                 continue
             if text is None:
                 text = next(waiting, "--")
@@ -948,33 +966,34 @@ def parse(call: Call) -> "Callable[[Call], Outcome]":
         call.tokens, rest = rest, []
     elif "--" in rest:  # behind it are positionals only
         rest, literal = rest[:rest.index("--")], rest[rest.index("--") + 1:]
-    tokens = options + rest
+    broken = None if command and command.path == "doctor" else app.broken
+    mistyped = not command and rest[:1] != [] and rest[0][:1] != "-"
+    tokens = leading if broken or mistyped else options + rest  # more may be meant for a tool
     call.timeout = app.timeout_of(command)
     wanted = "json" * ("--json" in tokens) or value_in(tokens, "--format") or app.setting("FORMAT")
     call.format = wanted if wanted in ("json", "text") else call.format
-    mistyped = not command and rest[:1] != [] and rest[0][:1] != "-"
-    shown = set(leading if app.broken or mistyped else tokens)  # more may be meant for a tool
-    for step, names in (show_help, {"--help", "-h"}), (show_version, {"--version", "-V"}):
-        if shown & names:
-            return step
-    if app.broken and not (command and command.path == "doctor"):
-        raise app.broken
-    if mistyped:
-        read_options(leading, flags)
-        raise _unknown_command(call, rest[:1])
-    if command and command.path != "doctor":
+    setting: Optional[Failure] = None
+    try:
         call.audit = audit_log_of(call)
+    except Failure as wrong:
+        setting = wrong
     values, extra = read_options(tokens, flags)
     for step, name in (show_help, "help"), (show_version, "version"):
-        if name in values:  # among other letters, such as -lh
+        if name in values:
             return step
+    if broken:
+        raise broken
+    if setting and command and command.path != "doctor":
+        raise setting
+    if mistyped:
+        raise _unknown_command(call, rest[:1])
     for name, same, value in ("json", "format", ["json"]), ("operation-id", "idempotency-key", []):
         if name in values:
             values.setdefault(same, []).extend(value or values[name])
             del values[name]
     if not command and (call.words or extra or literal):
         raise _unknown_command(call, (extra + literal)[:1])
-    strict = command and command.entry.get("option_placement") == "strict"
+    strict = command and (call.is_passthrough or command.entry.get("option_placement") == "strict")
     for name in app.flags if strict else ("manifest",):
         if any(token.partition("=")[0] == "--" + name for token in tokens[len(leading):]):
             raise argument_error(f"--{name} goes before the command path")
@@ -1061,15 +1080,18 @@ def _check_arguments(call: Call, command: Command, texts: "Sequence[str]") -> No
 
 def private_folder(path: str) -> None:
     """Make a folder and those above it, 0700 whatever the umask. Raises OSError."""
-    if os.path.isdir(path):
-        return
-    private_folder(os.path.dirname(path))
+    missing: List[str] = []
+    while not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
     mask = os.umask(0o077)
     try:
-        os.mkdir(path, 0o700)
-    except FileExistsError:
-        if not os.path.isdir(path):
-            raise
+        for folder in reversed(missing):
+            try:
+                os.mkdir(folder, 0o700)
+            except FileExistsError:
+                if not os.path.isdir(folder):
+                    raise
     finally:
         os.umask(mask)
 
@@ -1223,6 +1245,9 @@ class JournalEntry:
         """Take the run's locks and open its files. Raises OSError, Failure (6, IN_PROGRESS)."""
         private_folder(self.folder)
         locks = self._open("locks")
+        if time.time() - os.fstat(locks).st_mtime > 86400:  # nobody looked for a day
+            os.utime(locks)
+            forget_old_journals(self.folder)
         for name, key, _ in self.places:
             self._open(name)
             if not take_lock(locks, int(key[:15], 16), self.call.deadline):
@@ -1289,8 +1314,10 @@ def whole_records(descriptor: int, needle: bytes = b"{") -> "Iterator[Json]":
             type(record.get("exit")) is int and 0 <= record["exit"] <= 255
             and _is_number(record.get("end"), highest=1e11)
             and isinstance(record.get("data"), (dict, list, type(None)))
-            and (isinstance(error, dict) and isinstance(error.get("code"), str)
-                 if record["exit"] else error is None))
+            and (error is None if not record["exit"] else not shape_faults(
+                error, _ERROR_KEYS, ("code", "message", "retryable"))
+                or "operation_id" in record and isinstance(error, dict)
+                and isinstance(error.get("code"), str)))
         if known and record["event"] == "void":
             void.add(record["run"])
         if known and told and record["run"] not in void:
@@ -1454,6 +1481,7 @@ def run_journal(call: Call) -> Outcome:
     session, limit = value_in(call.argv, "--session"), limit_of(call)
     wanted = digest("session", session) if session is not None else None
     runs: Dict[str, Json] = {}
+    ids: Dict[str, Set[str]] = {}  # of each run, one in each of its places
     told: Set[str] = set()  # the calls and operations whose end a later run has told
     try:
         names = [name for name in os.listdir(folder) if name.endswith(".jsonl")]
@@ -1474,21 +1502,23 @@ def run_journal(call: Call) -> Outcome:
             if wanted in (None, record.get("session"), name[:-6]):
                 run = runs.setdefault(record["run"], record)  # the last one of a run tells most
                 run.setdefault("pid", record.get("pid"))
+                ids.setdefault(record["run"], set()).add(record["id"])
         os.close(descriptor)
     try:
         locks = os.open(os.path.join(folder, "locks"), os.O_RDWR)
     except OSError:  # none was ever taken, or none can be on a read-only disk
         locks = -1
-    entries, seen = [], set()
+    entries: List[Json] = []
+    seen: Set[str] = set()
     for record in sorted(runs.values(), key=lambda r: -float(r["at"])):
         code = (record.get("error") or {}).get("code")
         if record["event"] == "finished":
             state = "unknown" if code == "operation_unknown" else "finished"
         else:
-            locked = record["id"] not in seen and locks >= 0 and \
-                not take_lock(locks, int(record["id"][:15], 16), 0, shared=True)
+            locked = locks >= 0 and any(not take_lock(locks, int(one[:15], 16), 0, shared=True)
+                                        for one in ids[record["run"]] - seen)
             state = "running" if locked else "unknown"
-        seen.add(record["id"])  # an earlier run of the same call cannot hold its lock
+        seen |= ids[record["run"]]  # an earlier run of the same call cannot hold its lock
         same = str(record.get("operation_id") or record["id"])
         if state == "finished":
             told.add(same)
@@ -1626,17 +1656,19 @@ def write_audit_entry(call: Call, outcome: Outcome) -> None:
         "timestamp": timestamp(time.time()), "command": call.command.path, "args": args,
         "exit_code": outcome.exit_code, "duration_ms": call.milliseconds(),
         "request_id": call.request_id, "warnings": [w["code"] for w in call.warnings],
-        **({"trace_id": trace[:1024]} if trace else {}),
-        **({"truncated": True} if trace[1024:] else {})}
+        **({"trace_id": trace[:LONGEST_TRACE]} if trace else {}),
+        **({"truncated": True} if trace[LONGEST_TRACE:] else {})}
     if "session" in call.options:
         entry["session_id"] = call.options["session"]
     for name in sorted(args, key=lambda n: len(json_line(args[n])), reverse=True):
         if len(json_line(entry)) <= LARGEST_ENTRY:
             break
         args[name], entry["truncated"] = "[TRUNCATED]", True
+    if len(json_line(entry)) > LARGEST_ENTRY:  # the names alone
+        entry["args"] = {"[TRUNCATED]": len(args)}
     try:
         call.audit.append(entry)
-    except (OSError, Cancelled) as error:
+    except Exception as error:  # noqa: BLE001  # whatever it is, it changes no outcome
         call.warn("AUDIT_LOG_UNAVAILABLE", f"The audit log {call.audit.path} could not be "
                   f"written: {reason_of(error)}")
 
@@ -1659,7 +1691,7 @@ def since(text: str) -> float:
         moment = datetime.datetime.fromisoformat(re.sub("[zZ]$", "+00:00", text))
         if moment.tzinfo is None:
             moment = moment.replace(tzinfo=datetime.timezone.utc)
-        return max(0.0, moment.timestamp())
+        return min(max(0.0, moment.timestamp()), 253402300799.0)  # of the years 1970 to 9999
     except (ValueError, OverflowError):
         raise argument_error("--since takes a span such as 30s, 15m, 2h or 7d, or an ISO 8601 "
                              f"time, not {text!r}") from None
@@ -1672,7 +1704,7 @@ def run_audit_log(call: Call) -> Outcome:
         raise failure("AUDIT_LOG_DISABLED", "The audit log is off", fix_required='Set '
                       f'"audit_log": true in the manifest, or {call.app.prefix}AUDIT_LOG=1')
     wanted = {"command": args.get("command", "").replace(" ", "."),
-              "trace_id": args.get("trace-id", "")}
+              "trace_id": args.get("trace-id", "")[:LONGEST_TRACE]}
     oldest = since(args["since"]) if "since" in args else 0.0
     filters = digest(args.get("since"), wanted)
     after = read_cursor(args["cursor"], filters) if "cursor" in args else None
@@ -1701,7 +1733,7 @@ def read_cursor(text: str, filters: str) -> "List[Any]":
 
     try:
         inode, offset, request, of = json.loads(base64.b64decode(text, b"-_", validate=True))
-        if of == filters and type(inode) is type(offset) is int and isinstance(request, str) \
+        if of == filters and type(inode) is type(offset) is int and _is_string(request) \
                 and 0 <= offset < 1 << 62:
             return [inode, offset, request]
     except (ValueError, TypeError, RecursionError):
@@ -1755,20 +1787,28 @@ class ProcessTree:
         self.known.update((pid, starts[pid]) for pid in found)
         return {pid: groups[pid] for pid in found}
 
-    def _is_marked(self, pid: int) -> bool:
+    def _is_marked(self, pid: int, behind: bytes = b"\0/") -> bool:
+        """Whether its environment holds the marker; behind it is / for a run within the run."""
         if not self.marker:
             return False
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            text = b"\0" + file.read() + b"\0"
-        return self.marker + b"\0" in text or self.marker + b"/" in text
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as file:
+                _, found, rest = (b"\0" + file.read() + b"\0").partition(self.marker)
+            return bool(found) and rest[:1] in behind
+        except OSError:  # it has ended, or is another user's
+            return False
 
     def signal(self, signo: int) -> None:
-        """Send a signal to the whole tree once: to the group, then to what left it."""
+        """Send a signal to the whole tree once: to the group, then to what left it.
+
+        A run within the run is told by its own agentcli, unless all are to be killed.
+        """
         members = self.members() or {self.pid: self.pid}
         if self.grouped:
             _send(os.killpg, self.pid, signo)
         for pid, group in members.items():
-            if not (self.grouped and group == self.pid):
+            inner = signo not in (signal.SIGKILL, signal.SIGCONT) and self._is_marked(pid, b"/")
+            if not (self.grouped and group == self.pid or inner):
                 _send(os.kill, pid, signo)
 
     def pass_on(self, signo: int) -> None:
@@ -1837,7 +1877,7 @@ def supervise(tree: ProcessTree, deadline: "Optional[float]", grace: float = GRA
             if killing:
                 tree.signal(signal.SIGKILL)  # look again until nothing is left
             elif not grace and signo == signal.SIGTSTP:
-                os.kill(os.getpid(), signal.SIGSTOP)  # agentcli's own child is told nothing
+                stop_here()  # agentcli's own child is told nothing
             elif grace and signo not in (0, signal.SIGCHLD) and not theirs:
                 tree.pass_on(signo)
         elif killing:
@@ -1864,7 +1904,7 @@ def _reap(pid: int, job_control: bool) -> "Optional[int]":
     ended, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
     if ended and os.WIFSTOPPED(status):
         if job_control:
-            os.kill(os.getpid(), signal.SIGSTOP)  # so that the shell sees the job stop
+            stop_here()  # so that the shell sees the job stop
         return None
     return status if ended else None
 
@@ -2091,7 +2131,7 @@ def tell_ending(call: Call, ending: "Ending", what: str = "tool") -> Outcome:
             "TIMEOUT", f"The {what} ran past its limit of {call.timeout:g} s and was stopped; what "
             "it had done until then stays done", {"partial": True},
             suggestion="Look at what it has done before you run it again; --timeout sets a limit",
-            context={"timeout_ms": round(call.timeout * 1000)})
+            context={"timeout_ms": call.timeout_ms})
     elif cause is not None:
         told = Cancelled(cause, what)
     elif os.WIFSIGNALED(status):
@@ -2931,7 +2971,7 @@ def report(call: Call, outcome: Outcome) -> int:
         outcome.exit_code = _EXIT_OF_CODE.get(code, outcome.exit_code)
     early = error.get("code") in _BEFORE_THE_TOOL
     on_stderr = call.is_passthrough and not early and not call.informs
-    main, fresh = 2 if on_stderr else 1, b"\n" * outcome.ran
+    main, fresh = 2 if on_stderr else 1, b"\n" * outcome.ran  # others may have left half a line
     stopped = error.get("code") in ("TIMEOUT", "CANCELLED")
     write_audit_entry(call, outcome)
     line, lines = envelope_line(call, outcome), []
@@ -2943,7 +2983,7 @@ def report(call: Call, outcome: Outcome) -> int:
                       f"{reason_of(wrong)}")
             line = envelope_line(call, outcome)
     if call.format == "json":
-        failed = write_all(main, fresh * on_stderr + line, stopped)
+        failed = write_all(main, b"\n" * on_stderr + line, stopped)
         if failed and not on_stderr and failed.errno not in (errno.EPIPE, errno.EBADF):
             write_all(2, line)
         lines = list(call.warnings) if outcome.final else []
@@ -3054,6 +3094,8 @@ def main(argv: "Optional[Sequence[str]]" = None) -> int:
         load(path, app)
     except Failure as missing:
         app.broken = missing
+    except Exception:  # noqa: BLE001  # then, too, every call is answered
+        app.broken = internal_error()
     return app.run(argv)
 
 
