@@ -775,6 +775,17 @@ class SignalTest(Case):
         self.ends(self.end(p), 143, "CANCELLED")
         self.gone()
 
+    @on_linux
+    def test_the_tool_of_a_nested_run_is_told_once(self):
+        self.save(py=self.entry("{python}", "-ISc"), outer=self.entry(
+            "{python}", AGENTCLI, "py"))
+        p, _ = self.ready("outer", CATCH.replace("sys.stdin.readline()", """
+import time; seen = time.monotonic()
+while time.monotonic() < seen + 0.5: signal.sigtimedwait([], 0.1)"""), "15")
+        p.terminate()
+        r = self.end(p)
+        self.assertEqual((r.code, r.out), (143, b"got 15\n"))
+
     def test_a_second_signal_kills_at_once(self):
         p, _ = self.ready("py", CATCH, "15")
         p.terminate()
@@ -943,6 +954,15 @@ class TerminalTest(Case):
         self.assertEqual(t.news(), b"stopped")
         t.resume()
         self.ends(t.end(), 3, "DELEGATED_EXIT")
+
+    def test_a_tool_that_stops_where_nobody_can_resume_it_is_timed_out(self):
+        pid, fd = pty.fork()  # agentcli leads the session: there is no shell above it
+        if not pid:
+            os.execve(sys.executable, [sys.executable, AGENTCLI, "--json", "--timeout=1", "sh",
+                                       "kill -STOP $$"], self.env)
+        self.addCleanup(os.close, fd)
+        self.assertIn(b'"TIMEOUT"', read_to(fd, b"}\r\n"))
+        self.assertEqual(os.waitpid(pid, 0)[1], 10 << 8)
 
     def test_a_password_is_read_from_the_terminal(self):
         t = Terminal(self, "py", "import getpass; print(getpass.getpass('key? ')[::-1])")
@@ -1124,7 +1144,8 @@ class JournalTest(StoreCase):
         self.assertIs(error["context"]["started"], False)
         holder.kill()
         error = self.ends(self.end(two), 3, "OUTCOME_UNKNOWN")["error"]
-        self.assertRegex(error["message"] + error["suggestion"], rf"{TIME}.*\b{pid}\D.*still run.*--rerun")
+        self.assertRegex(error["message"] + error["suggestion"],
+                         rf"{TIME}.*\b{pid}\D.*still run.*--rerun")
         os.kill(pid, signal.SIGKILL)  # the tool has lived all the while
         self.write("done", b"")
         self.does("ran", "--rerun", "add", LONG)
@@ -1193,6 +1214,15 @@ class JournalTest(StoreCase):
         for self.builtin, count in ("audit-log", 20), ("journal", 5):
             self.assertEqual(self.entries(field="command").count("add"), count)
 
+    def test_garbage_that_looks_like_an_end_is_not_replayed(self):
+        self.does("ran", "add", "exit 3")
+        file, = self.journal.glob("*.jsonl")
+        record = json.loads(file.read_text().splitlines()[-1])
+        for wrong in {"error": {"code": "x y"}}, {"error": {"code": "X"}}, {"exit": 256}:
+            with file.open("a") as f:
+                f.write(json.dumps(dict(record, run="r", **wrong), separators=(",", ":")) + "\n")
+            self.does("replayed", "add", "exit 3")
+
     def test_where_the_state_lies_that_only_its_owner_may_look_and_what_is_not_there(self):
         self.env.update(LEDGER_AUDIT_LOG="1", LEDGER_TOKEN_FILE=f"{self.dir}/token")
         self.write("token", b"tok-123456", 0o600)
@@ -1219,6 +1249,23 @@ class JournalTest(StoreCase):
             self.does("ran", f"--session=new{days}", "add", "")
             self.does("replayed", "add", "")
             self.does(after, "--session=t", "add", "")
+        unused = self.write(self.journal / "unused.jsonl", b"")
+        for file in unused, self.journal / "locks":  # where no file is new, a look a day
+            os.utime(file, (time.time() - 40 * 86400,) * 2)
+        self.does("replayed", "add", "")
+        self.assertFalse(unused.exists())
+
+    @on_linux
+    def test_ctrl_z_stops_a_call_that_waits(self):
+        holder, _ = self.hold("add", LONG)
+        t = Terminal(self, "--json", "--timeout=9", "add", LONG, env=self.settings)
+        fds = pathlib.Path(f"/proc/{t.job}/fd")
+        until(lambda: any("/journal/" in os.path.realpath(fd) for fd in fds.iterdir()))
+        os.write(t.fd, b"\x1a")
+        self.assertEqual((t.news(), state(t.job)), (b"stopped", "T"))
+        t.resume()
+        holder.terminate()
+        self.assertTrue(t.end().on_stderr["meta"]["idempotency_hit"])
 
 
 class JournalCommandTest(StoreCase):
@@ -1236,6 +1283,14 @@ class JournalCommandTest(StoreCase):
         self.assertTrue(fits([post["operation_id"], lost["started_at"]], [("op_.{36}", TIME)]))
         self.assertEqual(self.entries("--limit=2"), [runs, post])
         self.assertEqual(self.entries("--limit=1", "--session=s"), [lost])
+
+    def test_a_killed_run_is_not_running_because_another_holds_its_place(self):
+        _, lost = self.hold("add", LONG, lose=True)
+        self.ready("--rerun", "--idempotency-key=k", "add", LONG)
+        until(lambda: len(self.entries(field="pid")) == 2)
+        states = {e["pid"]: e["state"] for e in self.entries()}
+        self.assertEqual(states.pop(lost), "unknown")
+        self.assertEqual([*states.values()], ["running"])
 
     def test_what_is_unresolved_stays_so_until_its_own_session_runs_it_again(self):
         pids = [self.hold("--session", one, "add", LONG, lose=True)[1] for one in "st"]
@@ -1313,7 +1368,12 @@ class AuditLogTest(StoreCase):
         self.call("post", "me", "--aa", "x" * 9000, "--bb", "y" * 12000)
         self.call("post", "me", "--aa", wide * 3000, env={
             "TOOL_TRACE_ID": wide * 5000, "LEDGER_SESSION_ID": wide * 255})
-        one, two = self.entries()
+        names = {f"{n:03d}" + "x" * 600: FLAG for n in range(30)}  # too long by their names alone
+        self.save(post=dict(POST, flags=names))
+        self.call("post", "me", *[f"--{name}=1" for name in names])
+        one, two, three = self.entries()
+        self.assertEqual((list(three["args"].values()), three["truncated"]), ([32], True))
+        self.assertEqual(len(self.entries("--trace-id", wide * 5000)), 1)
         self.assertEqual((one["args"]["aa"], one["args"]["bb"]), ("x" * 9000, "[TRUNCATED]"))
         self.assertEqual((two["args"]["aa"], one["truncated"]), ("[TRUNCATED]", True))
         self.assertLessEqual(max(map(len, self.log.read_bytes().splitlines(True))), 16384)
@@ -1370,6 +1430,7 @@ class AuditLogTest(StoreCase):
                 ("bclde", "--since=2h"), ("abcld", "--since=7d", "--command=task.show"),
                 ("de", f"--since={iso(300)}Z"), ("de", f"--since={iso(-6900)}+02:00"),
                 ("cde", "--since=" + iso(590)), ("", "--since=2099-01-01"), ("de", "--limit=2"),
+                ("", "--since=9999-12-31T23:59:59-14:00"),
                 ("e", "--command=sh"), ("d", "--limit=1", "--command=task show"),
                 ("b", "--limit=1", "--trace-id=b"), ("", "--trace-id=no")):
             with self.subTest(args):
@@ -1655,6 +1716,52 @@ class ReplyTest(HttpCase):
             p = self.add("--timeout", "9", body=MEBIBYTE, env=env)
             self.told(p, (2, "error", "limit_exceeded"))
 
+    def test_a_refusal_in_pieces_or_behind_interim_replies_is_read(self):
+        refusal = reply(413, b"<html>")
+
+        def slowly(*pieces):
+            def send(request):
+                for piece in pieces:
+                    request.wfile.write(piece)
+                    select.select([request.connection], [], [], 0)  # a turn for the other side
+                    time.sleep(0.06)  # longer than a look: what is tried is that it looks again
+            return send
+
+        for pieces in ([refusal[:1], refusal[1:]], [refusal[:10], refusal[10:]],
+                       [b"HTTP/1.1 100 Continue\r\n\r\n", refusal],
+                       [b"HTTP/1.1 103 Early\r\nA: b\r\n\r\n" + refusal]):
+            service = Service(self, slowly(*pieces), b"", True)
+            p = self.add("--timeout", "9", body=MEBIBYTE, env=service.env)
+            self.told(p, (2, "error", "limit_exceeded"))
+
+    def test_a_reply_that_is_cut_short_in_its_head_is_no_reply(self):
+        for head in (b"HTTP/1.1 200", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 201 X\r\nDate: Mon",
+                     b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chun", b"HTTP/1.1 400 X\r\nA: b\r\n",
+                     b"HTTP/1.1 103 X\r\n\r\nHTTP/1.1 200 OK\r\n"):
+            with self.subTest(head):
+                self.service.reply = head
+                self.unknown(self.add(), self.service)
+                self.told(self.call("task", "list"), UNAVAILABLE)
+                self.service.requests.clear()
+
+    def test_what_else_an_error_holds_is_printed_as_it_is(self):
+        for more in {"suggestion": None}, {"suggestion": ["a"]}, {"fix_required": True}:
+            envelope = operation("partial", "partial_apply")
+            envelope["error"].update(more)
+            self.service.reply = reply(200, envelope)
+            for args in ["--json"], ["--format=text"]:
+                answer = self.end(self.add(*args))
+                self.assertEqual(answer.code, 6, answer.err)
+                self.assertNotIn(b"Traceback", answer.err)
+
+    def test_a_deep_or_long_value_ends_in_time_and_in_text_too(self):
+        self.service.reply = reply(200, b"[" * 900 + b"]" * 900)
+        answer = self.end(self.add("--format=text"))
+        self.assertEqual((answer.code, answer.out.count(b"[")), (0, 900), answer.err)
+        self.took()
+        self.service.reply = reply(200, b"7" * 900000)
+        self.unknown(self.add("--timeout=30"), self.service)
+
     def test_text_mode_prints_data_on_stdout_and_errors_in_plain_lines_on_stderr(self):
         wild = operation("error", "etag_conflict", "was\n\x1b[31mchanged\r\u00e9", title="buy milk")
         for data, out, err in ((reply(200, operation(title="buy milk")), b"buy milk", b""),
@@ -1884,6 +1991,9 @@ command("echo", positionals=[WHAT, N], flags={
     "rate": flag("number"), "code": flag("string", pattern="^[a-z]{3}$")})(lambda args, ctx: args)
 command("strict", option_placement="strict", positionals=[WHAT],
         flags={"size": flag("integer", "SIZE", default=10)})(lambda args, ctx: args)
+command("tags", flags={"tag": flag("array", "TAG", pattern="^[a-z]+$")})(lambda args, ctx: args)
+command("digit", flags={"offset": flag("number"), "ipv4": flag("boolean", short="4"), "all": flag(
+    "boolean", short="a")}, positionals=[flag("number", name="n")])(lambda args, ctx: args)
 command("need", flags={"must": flag("string", **MUST)}, positionals=[dict(WHAT, **MUST)])(do)
 command("task.ping")(lambda args, ctx: {"pong": True})
 command("unbound")
@@ -1972,11 +2082,17 @@ for expression in {[*rows]!r}:
             one(pattern="["), one(env_vars=["A"]), one(default=5), one("integer", default="5"),
             one("boolean", default="no"), one("array", default="x"), {"type": "string"},
             one("enum", default="x", **low), one(pattern="^a$", default="b"))]
+        rows += [{"flags": {"ab": spec}} for spec in (
+            one("number", default=float("nan")), one("array", default=[1]),
+            one("array", default=["x"], pattern="^y"), one("integer", default=7, pattern="^5"),
+            one(env_vars=[{"name": "A", "x": 1}]))]
         rows += [{"flags": dict.fromkeys(names, one(short="a"))} for names in (
             ["ab", "cd"], ["output"], ["dry-run"], ["A_b"])]
         rows += [{"positionals": places, "flags": {"cd": one()}} for places in (
             [one()], [dict(ab, type="array")], [ab, ab], [one(name="cd")],
             [ab, dict(ab, name="b", required=True)])]
+        nan = "__import__('math').nan"
+        rows = [repr(row).replace("nan", nan) for row in rows]
         self.refused({f"app.register('bad', description='X', danger_level='destructive', **{row})":
                       '"bad".*(flag|positional)' for row in rows})
 
@@ -2008,6 +2124,35 @@ print(codes, state() == before, os.waitpid(-1, 0) == (child, 7 << 8))
 try: print(os.waitpid(-1, 0))
 except ChildProcessError: print("no other child")""").split("\n")
         self.assertEqual(out[-3:], ["[0, 0, 2, 0, 1, 0, 1, 10] True True", "no other child", ""])
+
+    def test_what_failed_before_a_handler_began_leaves_nothing_behind(self):
+        out = self.python("""import resource, sys; from app import app
+sys.stdout.close(); sys.stdout = object()
+print(app.run(["put"]), file=sys.stderr)
+size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+hard = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (size + (16 << 20), hard[1]))
+print(app.run(["--session=s", "put", "x"]), file=sys.stderr)
+resource.setrlimit(resource.RLIMIT_AS, hard)
+app.run(["--session=s", "put", "x"])
+os._exit(0)""") if sys.platform == "linux" else None
+        if out is not None:
+            ends = [json.loads(line) for line in out.splitlines()]
+            self.assertEqual([e["error"] and e["error"]["code"] for e in ends],
+                             [None, "INTERNAL_ERROR", None])
+            self.assertNotIn("idempotency_hit", ends[2]["meta"])
+
+    def test_it_runs_in_another_thread_beside_a_busy_one(self):
+        out = self.python("""import sys, threading; from app import app
+sys.setswitchinterval(0.002)
+stop, codes = threading.Event(), []
+def run():
+    codes.extend(app.run(["--timeout=5", "sh", "-c", "exit 0"]) for _ in range(25))
+    stop.set()
+threading.Thread(target=run).start()
+while not stop.is_set(): pass
+print(set(codes))""")
+        self.assertIn("{0}", out)
 
     def test_a_program_binds_functions_to_what_a_file_declares(self):
         self.save(**{name: self.entry(**DECLARED) for name in ("note.add", "nobody")})
@@ -2073,6 +2218,18 @@ class DeclaredTest(AppCase):
             "echo a -n -5 2": {"count": -5, "what": "a", "n": 2}, "echo -- --": {"what": "--"},
             "echo -- --help -5": {"what": "--help", "n": -5}, "echo --greet=-h": {"greet": "-h"}})
 
+    def test_letters_and_numbers_mean_the_same_on_every_version_of_python(self):
+        self.gives({"digit --offset -3": {"offset": -3}, "digit --offset -1e5 -4": {
+            "offset": -1e5, "ipv4": True}, "digit -a4 -.5": {"all": True, "ipv4": True, "n": -.5},
+            "digit -5.": {"n": -5.0}, "echo -ln5": {"loud": True, "count": 5},
+            "echo -lg=x": {"loud": True, "greet": "=x"}, "echo -g -": {"greet": "-"}})
+        for line, says in {"digit -a=": "-=", "digit -4=1": "-=", "digit -ax": "-x",
+                           "digit -5a": "-5", "digit -a5": "-5", "echo -l1": "-1",
+                           "echo -g": "needs", "echo -g -l": "needs", "echo -n=5": "=5"}.items():
+            e, = self.tell(line)
+            self.assertEqual(end(e), (2, "ARG_ERROR"), line)
+            self.assertRegex(e["error"]["message"], says)
+
     def test_global_options_may_stand_anywhere_unless_placement_is_strict(self):
         for e in self.tell("--timeout 7 task --json ping", "task ping --timeout=7 --format json",
                            "--json task --timeout=7 ping", env={"LEDGER_FORMAT": "text"}):
@@ -2104,6 +2261,10 @@ class DeclaredTest(AppCase):
         self.assertEqual(sorted(os.listdir(self.dir)), ["app.py", "manifest.json"])
 
     def test_the_environment_stands_between_option_and_default(self):
+        for bad in {"TAG": "B 1"}, {"SIZE": "x"}:
+            e, = self.tell("strict", env=dict(bad, LEDGER_FORMAT="")) if "SIZE" in bad else \
+                self.tell("tags", env=bad)
+            self.assertEqual(end(e), (2, "ARG_ERROR"), bad)
         self.gives({"strict": {"size": 7}, "strict --size 1": {"size": 1},
                     "echo": {"greet": "env", "loud": True, "tag": ["a"]},
                     "echo -g x -t b": {"greet": "x", "tag": ["b"], "loud": True}}, env={
@@ -2131,7 +2292,8 @@ class HandlerTest(AppCase):
             'return {"a": float("nan")}', 'return [float("inf")]', 'return {"a": b"x"}', "return 3",
             'return b"x"', "return {1}", 'return {"a": {1}}', "a = []; a.append(a); return a",
             "a = []\nfor _ in range(99999): a = [a]\nreturn a", "1 / 0", "sys.exit(3)",
-            "raise KeyboardInterrupt", "raise KeyError('\\udc00')"), "handler")
+            "raise KeyboardInterrupt", "raise KeyError('\\udc00')", "ctx.warn('LOW', 5)"),
+            "handler")
         for how, e in zip([*rows.values(), *gone.values()], self.wild(*rows, *gone)):
             self.assertRegex(f"{end(e)} {e['error']['message']}", "1, 'INTERNAL_ERR.*" + how)
         self.assertGreaterEqual(self.err.count(b"Traceback"), len(rows))
@@ -2277,6 +2439,9 @@ class DoctorTest(Case):
         self.commands = {"get": self.entry(**dict(DECLARED, http={
             "method": "GET", "path": "/x"})), "gone": self.entry("no-such-program")}
         self.doctor("tool of gone, service", "no-such-program.*base_url")
+        self.commands.clear()
+        self.doctor("service", "aaa", base_url="http://" + "a" * 64 + ".example")
+        self.doctor("", "", base_url="http://service.invalid", env={"http_proxy": "http://x:1"})
 
     def test_it_runs_with_a_broken_or_missing_manifest(self):
         broken = self.write("bad.json", b'{"commands": {}, "nmae": 1}')
@@ -2457,6 +2622,70 @@ class MendedTest(HttpCase):
             r = self.call("--manifest", folder + b"/m.json", "say", env=env)
             self.assertEqual((r.code, r.out), (0, folder + b"/\xc3\xa9\n"))
 
+    def test_no_password_of_a_url_is_told(self):
+        for url in ("http://user:[tok-123456]@host/", "http://user:tok-123456\u2100pw@host",
+                    "http://user:tok-123456@host"):
+            answer = self.end(self.add(env={"LEDGER_BASE_URL": url}))
+            self.told(answer, (2, "error", "configuration_invalid"))
+            self.assertNotIn(b"tok-123456", answer.out + answer.err)
+        for proxy in "http:/user:tok-123456@h:1", "http://user:tok-123456@127.0.0.1:1":
+            answer = self.end(self.add(env={"http_proxy": proxy,
+                                            "LEDGER_BASE_URL": "http://198.51.100.1"}))
+            self.assertEqual(answer.code, 5)
+            self.assertNotIn(b"tok-123456", answer.out + answer.err)
+
+    def test_arguments_of_one_name_are_logged_apart(self):
+        names = "operation_id", "timeout", "input"
+        self.save(root={"base_url": self.service.url}, stop={
+            "description": "Stop", "danger_level": "mutating", "http": {
+                "method": "POST", "path": "/v1/{operation_id}/{timeout}/{input}"},
+            "positionals": [dict(FLAG, name=name, required=True) for name in names]})
+        log = self.dir / "log"
+        self.told(self.call("--timeout=7", "stop", "op_A", "b", "c",
+                            env={"LEDGER_AUDIT_LOG": str(log)}))
+        args = json.loads(log.read_text())["args"]
+        self.assertEqual([args[name] for name in names], ["op_A", "b", "c"])
+        self.assertEqual((args["--timeout"], args["--operation-id"]), (7, self.took()[1][0]))
+
+    def test_a_pattern_that_python_cannot_compile_is_a_fault_of_the_manifest(self):
+        for pattern in "a{99999999999999999999}", "(" * 3000 + ")" * 3000:
+            self.save(bad=dict(TASKS["task.list"], flags={"a": dict(FLAG, pattern=pattern)}))
+            self.ends(self.call("sh", ""), 2, "INVALID_MANIFEST")
+            self.assertEqual(self.call("--version").code, 0)
+
+    def test_whatever_fails_in_the_audit_log_changes_no_outcome(self):
+        deep = f"{self.dir}/manifest.json{'/a' * 1500}/log"
+        poor = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+        self.save(root={"audit_log": f"{self.dir}/\u00e9/log"})
+        for env in {"LEDGER_AUDIT_LOG": deep}, dict(poor, PYTHONIOENCODING="utf-8"):
+            r = self.call("sh", "exit 3", env=env)
+            self.assertEqual(self.ends(r, 3, "DELEGATED_EXIT")["warnings"][0]["code"],
+                             "AUDIT_LOG_UNAVAILABLE")
+        self.ends(self.call("--session=s", "sh", "", env={"LEDGER_STATE_DIR": deep}), 4,
+                  "STATE_UNAVAILABLE")
+        for wrong in "/\ud800", {"path": "/x", "max_files": 300000000}:
+            self.save(root={"audit_log": wrong})
+            self.ends(self.call("sh", ""), 2, "INVALID_MANIFEST")
+
+    def test_no_option_stands_inside_a_passthrough_path(self):
+        for args in ["task", "--timeout=3", "show"], ["task", "--json", "show"]:
+            self.assertIn("before", self.ends(self.call(*args), 2, "ARG_ERROR")["error"]["message"])
+
+    def test_an_envelope_on_stderr_always_starts_on_a_fresh_line(self):
+        for args in ["gone"], ["--session=s", "sh", ""], ["--session=s", "sh", ""]:
+            self.assertEqual(self.call(*args).err[:2], b"\n{")
+
+    def test_an_option_is_never_taken_for_the_value_of_another(self):
+        for args in (["--output", "--help"], ["--session", "-h"], ["--timeout", "--version"],
+                     ["audit-log", "--command", "--help"]):
+            fault = self.ends(self.call(*args), 2, "ARG_ERROR")["error"]
+            self.assertIn("needs a value", fault["message"])
+
+    def test_a_time_limit_is_never_told_as_none(self):
+        r = self.call("--timeout=0.0003", "sh", "sleep 9")
+        e = self.ends(r, 10, "TIMEOUT")
+        self.assertEqual((e["meta"]["timeout_ms"], e["error"]["context"]["timeout_ms"]), (1, 1))
+
     def test_an_empty_manifest_option_chooses_no_other(self):
         self.ends(self.call("--manifest", "", "sh", ""), 2, "INVALID_MANIFEST")
 
@@ -2518,6 +2747,12 @@ class ManifestTest(Case):
                     effects = "none" if row["retryable"] else "none|partial|complete"
                     self.assertTrue(fits(row, {"name": CODE, "description": ".{1,120}",
                                                "retryable": bool, "side_effects": effects}), row)
+
+    def test_what_a_passthrough_command_leaves_empty_is_not_shown(self):
+        self.save(bare=self.entry("true", positionals=[], flags={}, help_argv=[]))
+        shown = self.call("--schema", "bare").on_stdout["data"]
+        self.assertNotIn("positionals", shown)
+        self.assertEqual((shown["flags"], shown["help_argv"]), ({}, []))
 
     def test_a_known_etag_gives_no_data(self):
         etag = self.call("manifest").on_stdout["data"]["etag"]
