@@ -801,6 +801,7 @@ class Call:
         self.command: Optional[Command] = None
         self.words: List[str] = []  # of the command's path, or of a group above it
         self.tokens: List[str] = []  # what a passthrough command's tool gets
+        self.given: Dict[str, List[Any]] = {}  # options as they are on the command line
         self.options: Json = {}  # global options by name
         self.args: Json = {}  # the command's own flags and positionals by name
         self.operation_id = ""  # of a mutating http command
@@ -831,85 +832,88 @@ class Call:
                                   **({"context": context} if context else {})))
 
 
-def split_command_line(argv: "Sequence[str]", commands: "Dict[str, Command]",
-                       flags: "Json") -> "Tuple[List[str], List[str], List[str]]":
-    """Where the command path begins and ends: (option tokens before its end, words, the rest).
+class CommandLine:
+    """The tokens of a command line, sorted."""
 
-    `--json task --timeout 5 add x` gives (["--json", "--timeout", "5"], ["task", "add"], ["x"]).
-    The longest path wins; a passthrough command's path ends at its last word, whatever follows.
+    def __init__(self) -> None:
+        self.words: List[str] = []  # of the command's path, or of a group above it
+        self.unknown: List[str] = []  # the word that continues no path: reading stops there
+        self.given: Dict[str, List[Any]] = {}  # the values of each option, in order
+        self.late: List[str] = []  # the options behind the first word
+        self.places: List[str] = []  # positionals
+        self.tokens: List[str] = []  # what a passthrough command's tool gets
+        self.fault: Optional[Failure] = None  # the first among the options
+
+
+def read_command_line(argv: "Sequence[str]", commands: "Dict[str, Command]",
+                      flags: "Json") -> CommandLine:
+    """Sort tokens into a path, options and positionals; the longest path wins.
+
+    `--json task --timeout 5 add x` has the words task and add, the place x, and both options. A
+    passthrough command's path ends at its last word: what follows is the tool's. Behind `--` are
+    places only.
     """
     prefixes = {".".join(path.split(".")[:n + 1]) for path in commands
                 for n in range(path.count(".") + 1)}
-    options: List[str] = []
-    words: List[str] = []
-    at = 0
-    while at < len(argv):
-        token, command = argv[at], commands.get(".".join(words))
-        if command and command.kind == "passthrough" or token == "--" and words:
-            break
-        if len(token) > 1 and token[0] == "-":
-            spec = flags.get(token[2:]) or command and command.flags().get(token[2:])
-            end = at + 1 + bool(token[:2] == "--" and spec and spec["type"] != "boolean")
-            options += [] if token == "--" else argv[at:end]
-            at = end
-        elif "." not in token and ".".join(words + [token]) in prefixes:
-            words.append(token)
-            at += 1
+    line, waiting, known = CommandLine(), list(argv)[::-1], flags
+    command: Optional[Command] = None
+    while waiting and not (command and command.kind == "passthrough"):
+        token = waiting.pop()
+        if token == "--":
+            if line.words:
+                line.places += waiting[::-1]
+                break
+        elif token[:1] == "-" and token != "-" and not (is_number(token) and token[1] not in [
+                spec.get("short") for spec in known.values()]):
+            read_option(token, waiting, known, line)
+        elif not line.places and "." not in token and ".".join([*line.words, token]) in prefixes:
+            line.words.append(token)
+            command = commands.get(".".join(line.words))
+            known = dict(flags, **command.flags()) if command else flags
+        elif command:
+            line.places.append(token)
         else:
+            line.unknown = [token]
             break
-    return options, words, list(argv[at:])
+    if command and command.kind == "passthrough":
+        line.tokens = waiting[::-1]
+    return line
 
 
-def value_in(tokens: "Sequence[str]", name: str) -> "Optional[str]":
-    """The value of --name among option tokens that nobody has checked yet, or None."""
-    return next((token[len(name) + 1:] if token != name else (list(tokens) + [None])[at + 1]
-                 for at, token in enumerate(tokens)
-                 if token == name or token.startswith(name + "=")), None)
-
-
-def read_options(tokens: "Sequence[str]",
-                 flags: "Json") -> "Tuple[Dict[str, List[Any]], List[str]]":
-    """The values of each option among tokens, in order, and the tokens that are none.
+def read_option(token: str, waiting: "List[str]", flags: "Json", line: CommandLine) -> None:
+    """Read the options in one token, and the value that follows it, into the command line.
 
     `--name value`, `--name=value`, `-n value`, `-nvalue`, and `-ab` for two that take no value; a
     value in a token of its own begins with a dash only if it is a number or `-`. Names are never
-    abbreviated. Raises Failure (ARG_ERROR). `--format json x` gives ({"format": ["json"]}, ["x"]).
+    abbreviated.
     """
     letters = {spec["short"]: name for name, spec in flags.items() if "short" in spec}
-    found: Dict[str, List[Any]] = {}
-    rest: List[str] = []
-    waiting = iter(tokens)
-    for token in waiting:
-        if token[:1] != "-" or token == "-" or is_number(token) and token[1] not in letters:
-            rest.append(token)
-            continue
-        inside: List[Tuple[str, str, Optional[str]]] = []  # as given, name, the value in the token
-        if token[:2] == "--":
-            name, equals, value = token[2:].partition("=")
-            inside.append(("--" + name, name, value if equals else None))
-        for at, letter in enumerate(token[1:] if token[:2] != "--" else "", 2):
+    name, equals, value = token[2:].partition("=")
+    inside = [("--" + name, name, value if equals else None)]  # as given, name, value in the token
+    if token[:2] != "--":
+        inside = []
+        for at, letter in enumerate(token[1:], 2):
             name = letters.get(letter, "")
             alone = flags.get(name, {}).get("type") == "boolean"
             inside.append(("-" + letter, name, None if alone else token[at:] or None))
             if not alone:
                 break
-        for given, name, text in inside:
-            if name not in flags:  # far names are not offered: --dry-run was not meant as --rerun
-                raise argument_error(f"There is no option {given} here", suggestion=nearest(
-                    given, ["--" + known for known in flags], 0.76))
-            if flags[name]["type"] == "boolean":
-                if text is not None:
-                    raise argument_error(f"{given} takes no value")
-                found.setdefault(name, []).append(True)
-                if name in ("help", "version"):  # whatever else is wrong with the call
-                    return found, rest
-                continue
-            if text is None:
-                text = next(waiting, "--")
-                if text[:1] == "-" and text != "-" and not is_number(text):
-                    raise argument_error(f"{given} needs a value")
-            found.setdefault(name, []).append(text)
-    return found, rest
+    for given, name, text in inside:
+        near, boolean = None, flags.get(name, {}).get("type") == "boolean"
+        if text is None and name in flags and not boolean:
+            text = waiting.pop() if waiting else "--"
+            text = None if text[:1] == "-" and text != "-" and not is_number(text) else text
+        if name not in flags:  # far names are not offered: --dry-run was not meant as --rerun
+            wrong = f"There is no option {given} here"
+            near = nearest(given, ["--" + known for known in flags], 0.76)
+        else:
+            wrong = f"{given} takes no value" if boolean and text is not None else \
+                f"{given} needs a value" if not boolean and text is None else ""
+        if wrong:
+            line.fault = line.fault or argument_error(wrong, suggestion=near)
+            return
+        line.given.setdefault(name, []).append(True if boolean else text)
+        line.late += [name] if line.words else []
 
 
 def is_number(text: str) -> bool:
@@ -956,55 +960,44 @@ def parse(call: Call) -> "Callable[[Call], Outcome]":
 
     Raises Failure (exit 2) for everything that is wrong with it; then nothing was started.
     """
-    app = call.app
-    options, call.words, rest = split_command_line(call.argv, app.commands, app.flags)
-    leading = split_command_line(call.argv, {}, app.flags)[0]
-    command = call.command = app.commands.get(".".join(call.words))
-    own = command.flags() if command else {}
-    flags, literal = dict(app.flags, **own), []
-    if call.is_passthrough:
-        call.tokens, rest = rest, []
-    elif "--" in rest:  # behind it are positionals only
-        rest, literal = rest[:rest.index("--")], rest[rest.index("--") + 1:]
-    broken = None if command and command.path == "doctor" else app.broken
-    mistyped = not command and rest[:1] != [] and rest[0][:1] != "-"
-    tokens = leading if broken or mistyped else options + rest  # more may be meant for a tool
+    app, line = call.app, read_command_line(call.argv, call.app.commands, call.app.flags)
+    command = call.command = app.commands.get(".".join(line.words))
+    call.words, call.tokens, call.given = line.words, line.tokens, line.given
     call.timeout = app.timeout_of(command)
-    wanted = "json" * ("--json" in tokens) or value_in(tokens, "--format") or app.setting("FORMAT")
-    call.format = wanted if wanted in ("json", "text") else call.format
-    setting: Optional[Failure] = None
+    given, setting = dict(line.given), None
+    if given.pop("json", None):
+        given["format"] = given.get("format", []) + ["json"]
+    if "operation-id" in given:
+        given["idempotency-key"] = given.get("idempotency-key", []) + given.pop("operation-id")
+    wanted = given.get("format", [app.setting("FORMAT")])
+    call.format = "json" if "json" in wanted else "text" if "text" in wanted else call.format
     try:
         call.audit = audit_log_of(call)
     except Failure as wrong:
         setting = wrong
-    values, extra = read_options(tokens, flags)
     for step, name in (show_help, "help"), (show_version, "version"):
-        if name in values:
+        if name in given:
             return step
-    if broken:
-        raise broken
-    if setting and command and command.path != "doctor":
-        raise setting
-    if mistyped:
-        raise _unknown_command(call, rest[:1])
-    for name, same, value in ("json", "format", ["json"]), ("operation-id", "idempotency-key", []):
-        if name in values:
-            values.setdefault(same, []).extend(value or values[name])
-            del values[name]
-    if not command and (call.words or extra or literal):
-        raise _unknown_command(call, (extra + literal)[:1])
+    is_doctor = command is not None and command.path == "doctor"
+    for fault in (None if is_doctor else app.broken, line.fault,
+                  setting if command and not is_doctor else None):
+        if fault:
+            raise fault
+    if line.unknown or not command and (line.words or line.places):
+        raise _unknown_command(call, line.unknown or line.places[:1])
     strict = command and (call.is_passthrough or command.entry.get("option_placement") == "strict")
-    for name in app.flags if strict else ("manifest",):
-        if any(token.partition("=")[0] == "--" + name for token in tokens[len(leading):]):
+    for name in line.late:
+        if name in app.flags and (strict or name == "manifest"):
             raise argument_error(f"--{name} goes before the command path")
-    chosen = convert_all(values, flags)
+    own = command.flags() if command else {}
+    chosen = convert_all(given, dict(app.flags, **own))
     call.options = {name: value for name, value in chosen.items() if name in app.flags}
     call.args = {name: value for name, value in chosen.items() if name in own}
     _check_options(call)
     if "schema" in call.options:
         return show_schema
     if command and not call.is_passthrough:
-        _check_arguments(call, command, extra + literal)
+        _check_arguments(call, command, line.places)
     return perform if command else show_help
 
 
@@ -1478,8 +1471,8 @@ def run_journal(call: Call) -> Outcome:
     """
     folder = os.path.join(call.app.state_folder(), "journal")
     # Not the session of the environment: who was killed comes back with a new one.
-    session, limit = value_in(call.argv, "--session"), limit_of(call)
-    wanted = digest("session", session) if session is not None else None
+    limit = limit_of(call)
+    wanted = digest("session", call.given["session"][0]) if "session" in call.given else None
     runs: Dict[str, Json] = {}
     ids: Dict[str, Set[str]] = {}  # of each run, one in each of its places
     told: Set[str] = set()  # the calls and operations whose end a later run has told
@@ -3084,9 +3077,8 @@ def main(argv: "Optional[Sequence[str]]" = None) -> int:
     hold_closed_descriptors()
     app = App()
     app.flags = dict(GLOBAL_FLAGS)
-    given = value_in(split_command_line(argv, {}, GLOBAL_FLAGS)[0], "--manifest")
-    if given is None:
-        given = os.environ.get("AGENTCLI_MANIFEST") or None
+    given = read_command_line(argv, {}, GLOBAL_FLAGS).given.get("manifest", [
+        os.environ.get("AGENTCLI_MANIFEST") or None])[0]
     try:
         path = find_manifest(given)
         if given is None and path.endswith(".example.json"):
