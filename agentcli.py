@@ -48,7 +48,8 @@ def _forget_visited_folders() -> None:
     visited = {identity(__file__.rpartition("/")[0]), identity(".")}
     if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
         visited.add(identity(sys.path[0]))  # what Python itself put there: a resolved symlink, say
-    visited.discard(identity(sys.modules["encodings"].__path__[0].rpartition("/")[0]))
+    library = sys.modules["encodings"].__path__[0].rpartition("/")[0]
+    visited -= {identity(library), identity(library + "/lib-dynload")}
     sys.path[:] = [folder for folder in sys.path if identity(folder) not in visited]
 
 
@@ -866,7 +867,8 @@ def read_command_line(argv: "Sequence[str]", commands: "Dict[str, Command]",
         elif token[:1] == "-" and token != "-" and not (is_number(token) and token[1] not in [
                 spec.get("short") for spec in known.values()]):
             read_option(token, waiting, known, line)
-        elif not line.places and "." not in token and ".".join([*line.words, token]) in prefixes:
+        elif not line.places and set(line.given) <= set(flags) and "." not in token \
+                and ".".join([*line.words, token]) in prefixes:
             line.words.append(token)
             command = commands.get(".".join(line.words))
             known = dict(flags, **command.flags()) if command else flags
@@ -1288,6 +1290,8 @@ class JournalEntry:
         fields: Json = {"end": round(time.time(), 3), "exit": outcome.exit_code}
         if outcome.reply is not None:
             fields["error"] = outcome.error and {"code": outcome.error["code"]}
+        elif self.call.is_passthrough and outcome.data == {"exit_code": outcome.exit_code}:
+            pass  # the exit code tells all
         elif len(json.dumps(outcome.data)) > LARGEST_RESULT:
             fields.update(error=outcome.error, omitted=True)
         else:
@@ -1299,6 +1303,9 @@ def whole_records(descriptor: int, needle: bytes = b"{") -> "Iterator[Json]":
     """The journal's records that hold the needle, the last first, without those of no run."""
     void = set()  # runs that never started
     for _, record in records_backwards(descriptor, needle):
+        if not {"error", "data"} & set(record) and record.get("exit") in range(256):
+            ended = delegated_exit(record["exit"])
+            record.update(error=ended.error, data=ended.data)
         error, end = record.get("error"), record.get("event") == "finished"
         known = all(isinstance(record.get(key), str) for key in ("run", "event", "command")) \
             and re.fullmatch("[0-9a-f]{32}", str(record.get("id"))) \
@@ -1765,7 +1772,8 @@ class ProcessTree:
             try:
                 with open(f"/proc/{pid}/stat", "rb") as file:
                     fields = file.read().rpartition(b")")[2].split()
-                if fields[0] in (b"Z", b"X") or pid == os.getpid():
+                # One whose first thread has ended is shown as a zombie, too.
+                if fields[0] in (b"Z", b"X") and int(fields[17]) < 2 or pid == os.getpid():
                     continue
                 parents[pid], groups[pid], starts[pid] = int(fields[1]), int(fields[2]), fields[19]
                 if (pid == self.pid or self.known.get(pid) == fields[19]
@@ -1853,8 +1861,13 @@ def supervise(tree: ProcessTree, deadline: "Optional[float]", grace: float = GRA
     # In an embedding program another thread may be the one that a signal reaches.
     threads = "threading" in sys.modules and sys.modules["threading"].active_count() > 1
     while True:
-        if status is None:
-            status = _reap(tree.pid, at_terminal and cause is None)
+        try:
+            if status is None:
+                status = _reap(tree.pid, at_terminal and cause is None)
+        except ChildProcessError:  # another part of this program took it
+            if grace and child_decides:
+                raise
+            status = 0  # a forked child's answer tells all
         if status is not None and (cause is None or not tree.members()):
             return status, cause, []
         left = None if until is None else until - time.monotonic()
@@ -1863,7 +1876,9 @@ def supervise(tree: ProcessTree, deadline: "Optional[float]", grace: float = GRA
         elif threads:
             left = LOOK if left is None else min(LOOK, left)
         signo, sent = next_signal(awaited, left)
-        theirs = at_terminal and not sent  # the kernel told the child as well
+        # The kernel told the child as well; of a hang-up it tells a session's leader alone.
+        theirs = at_terminal and not sent and not (
+            signo == signal.SIGHUP and os.getsid(0) == os.getpid())
         told = signo in ENDING_SIGNALS and not (theirs and child_decides)
         over = until is not None and time.monotonic() >= until
         if not told and not over:
@@ -1973,8 +1988,11 @@ class SharedPage:
     def answer(self) -> "Json":
         """What the child left; empty if it left nothing."""
         size = int.from_bytes(self.memory[8:16], "big")
-        found: Json = json.loads(self.memory[16:16 + size] if size else b"{}")
-        return found
+        try:
+            found: Json = json.loads(self.memory[16:16 + size] if size else b"{}")
+            return found
+        except (ValueError, RecursionError):  # what only the child's own limits let pass
+            return {}
 
 
 def no_child(error: OSError) -> Failure:
@@ -2132,11 +2150,15 @@ def tell_ending(call: Call, ending: "Ending", what: str = "tool") -> Outcome:
         told = Failure(128 + signo, "DELEGATED_SIGNAL", f"The {what} died of {signal_name(signo)} "
                        f"(signal {signo})", {"partial": True}, context=signal_context(signo))
     else:
-        code = os.WEXITSTATUS(status)
-        told = Outcome(code, {"exit_code": code}) if not code else Failure(
-            code, "DELEGATED_EXIT", f"The delegated {what} exited {code}", {"exit_code": code})
+        told = delegated_exit(os.WEXITSTATUS(status))
     told.ran = True
     return told
+
+
+def delegated_exit(code: int) -> Outcome:
+    """A tool's own end. It may have failed halfway, so that nothing says it may be run again."""
+    return Outcome(0, {"exit_code": 0}) if not code else Failure(
+        code, "DELEGATED_EXIT", f"The delegated tool exited {code}", {"exit_code": code})
 
 
 # ---------------------------------------------------------------------------------------------
@@ -2291,10 +2313,12 @@ def send_request(call: Call, method: str, target: str, headers: "Dict[str, str]"
                        final=answer["final"])
     if cause and not page.marked:
         raise Cancelled(cause)
-    if cause is None and not page.marked:
+    died = os.WTERMSIG(status) if status and os.WIFSIGNALED(status) else 0
+    if cause is None and not page.marked and not died:
         return internal_error()
     reply = lost(call, page.marked, f"{signal_name(cause)} came" if cause else
                  f"the limit of {call.timeout:g} s passed" if cause == 0 else
+                 f"agentcli's sender died of {signal_name(died)}" if died else
                  "agentcli's sender failed; the traceback is on stderr")
     exit_code = 128 + cause if cause else resolve_exit_code(reply, None)
     return Outcome(exit_code, error=reply["error"], reply=reply)
@@ -2327,10 +2351,13 @@ def exchange(call: Call, page: SharedPage, method: str, target: str, headers: "D
     refusal = rb"(HTTP/1\.[01] 1..[^\n]*\n([^\r\n].*\n)*\r?\n)*HTTP/1\.[01] [3-5]"
 
     class Lines:
-        """A reply's head, of which http.client would take a line that is cut short."""
+        """A reply's stream, of whose head http.client would take a line that is cut short."""
 
         def __init__(self, file: "Any") -> None:
-            self.file, self.close = file, file.close
+            self.file = file
+
+        def __getattr__(self, name: str) -> "Any":
+            return getattr(self.file, name)
 
         def readline(self, limit: int = -1) -> "Any":
             line = self.file.readline(limit)
@@ -2339,13 +2366,15 @@ def exchange(call: Call, page: SharedPage, method: str, target: str, headers: "D
             return line
 
     class Reply(client.HTTPResponse):
+        def __init__(self, *args: "Any", **more: "Any") -> None:
+            super().__init__(*args, **more)
+            vars(self)["fp"] = Lines(self.fp)
+
         def begin(self) -> None:
-            file, vars(self)["fp"] = self.fp, Lines(self.fp)
             super().begin()
             while 101 < self.status < 200:  # an interim reply (RFC 9110, 15.2)
                 vars(self)["headers"] = None
                 super().begin()
-            self.fp = file
 
     class Connection(client.HTTPConnection):
         """One that marks the page between having connected and sending the request."""
@@ -2356,6 +2385,8 @@ def exchange(call: Call, page: SharedPage, method: str, target: str, headers: "D
             self.connecting = True  # a proxy's CONNECT is sent in here: not yet the request
             super().connect()
             self.connecting = False
+            if hasattr(self.sock, "suppress_ragged_eofs"):  # TLS that just breaks off is no end
+                self.sock.suppress_ragged_eofs = False
 
         def send(self, data: "Any") -> None:
             if self.sock is None:
@@ -2407,16 +2438,19 @@ def exchange(call: Call, page: SharedPage, method: str, target: str, headers: "D
         status, received = reply.status, read_reply(reply)
     except (OSError, client.HTTPException, ValueError) as error:
         reason = str(getattr(error, "reason", error)) or type(error).__name__
-        reason = re.sub(r"[^\s'\"]*@", "", reason)  # of a proxy's URL: who, and a password
+        if isinstance(error, (ValueError, client.InvalidURL)) and not page.marked:
+            reason = "the proxy variable's value is no URL"  # and may hold a password
         return told(lost(call, page.marked, f"{url.netloc}: {reason}"), None)
     return interpret(call, status, received)
 
 
 def read_reply(reply: "Any") -> bytes:
     """The whole body of a reply. Raises ValueError when it is too large or cut short."""
-    declared = reply.headers.get("Content-Length", "0").strip()
-    if not re.fullmatch("[0-9]+", declared):
-        raise ValueError(f"its Content-Length is {declared[:40]!r}")
+    lengths = {text.strip() for text in reply.headers.get_all("Content-Length", ["0"])}
+    coding = reply.headers.get("Transfer-Encoding", "chunked").strip().lower()
+    if reply.headers.defects or coding != "chunked" or len(lengths) > 1 or not re.fullmatch(
+            "[0-9]+", min(lengths)):
+        raise ValueError("its header is malformed, or says two things of its length")
     data = bytearray()
     while len(data) <= REPLY_LIMIT:
         piece = reply.read(65536)
@@ -2475,7 +2509,7 @@ class Context:
 
     def log(self, text: str) -> None:
         """Write a line to stderr, for a person; the envelope does not hold it."""
-        os.write(2, (str(text) + "\n").encode("utf-8", "backslashreplace"))
+        write_all(2, (str(text) + "\n").encode("utf-8", "backslashreplace"))
 
     def warn(self, code: str, message: str) -> None:
         """Add a warning to the envelope; code: `^[A-Z][A-Z0-9_]+$`."""
@@ -2496,6 +2530,7 @@ def run_handler(page: SharedPage, handler: "Callable[..., Any]", args: "Json",
     context = Context(dry_run)
     try:
         data = handler(args, context)
+        getattr(sys.modules.get("threading"), "_shutdown", int)()  # wait for threads, as at exit
         if not (data is None or isinstance(data, (dict, list))):
             raise TypeError(f"the handler returned {type(data).__name__}, not dict, list or None")
         page.put({"exit": 0, "data": data, "error": None, "warnings": context.warnings})
@@ -2790,28 +2825,29 @@ class App:
     """A set of commands behind one door; two of them share nothing.
 
     name: kebab-case; it gives the environment's prefix (`my-app`: MY_APP_) and the state folder.
-    timeout: seconds for every command that sets none (0: no limit), None for each kind's own.
-    settings: base_url, token_file, audit_log, as in a manifest. Raises RegistrationError.
+    settings: base_url, token_file, audit_log and timeout (seconds for every command that sets
+    none; 0 is no limit), as in a manifest. Raises RegistrationError.
     """
 
+    timeout: "Optional[float]" = None
+    base_url: "Optional[str]" = None
+    token_file: "Optional[str]" = None
+    audit_log: "Any" = False
+    source = ""  # the manifest file, if there is one
+    notice = ""  # why the caller may have meant another manifest
+    broken: "Optional[Failure]" = None  # why the manifest file could not be used
+
     def __init__(self, name: str = "agentcli", version: str = "0.0.0", description: str = "",
-                 timeout: "Optional[float]" = None, **settings: "Any") -> None:
-        given = dict(settings, name=name, version=version, description=description)
-        given.update({} if timeout is None else {"timeout": timeout})
-        faults = shape_faults(given, {key: rule for key, rule in _ROOT_KEYS.items()
-                                      if key != "commands"})
+                 **settings: "Any") -> None:
+        self.name, self.version, self.description = name, version, description
+        settings = {key: value for key, value in settings.items() if value is not None}
+        faults = shape_faults(dict(settings, name=name, version=version, description=description),
+                              {key: rule for key, rule in _ROOT_KEYS.items() if key != "commands"})
         if faults:
             raise RegistrationError(faults)
-        self.name, self.version, self.description = name, version, description
-        self.timeout = timeout
-        self.base_url: Optional[str] = settings.get("base_url")
-        self.token_file: Optional[str] = settings.get("token_file")
-        self.audit_log: Any = settings.get("audit_log", False)
+        vars(self).update(settings)
         program = getattr(sys.modules.get("__main__"), "__file__", None) or "."
         self.folder = os.path.dirname(os.path.realpath(program))  # {manifest_dir}
-        self.source = ""  # the manifest file, if there is one
-        self.notice = ""  # why the caller may have meant another manifest
-        self.broken: Optional[Failure] = None  # why the manifest file could not be used
         self.flags = {key: spec for key, spec in GLOBAL_FLAGS.items() if key != "manifest"}
         self.commands = {path: Command(
             path, {"description": text, "danger_level": "safe", "flags": flags}, "builtin", run)
@@ -2831,8 +2867,13 @@ class App:
         if given and not given.startswith("/"):
             raise failure("STATE_UNAVAILABLE", f"{self.prefix}STATE_DIR must be an absolute path, "
                           f"not {given!r}", fix_required="Set it to one, or unset it")
-        state, home = os.environ.get("XDG_STATE_HOME", ""), os.path.expanduser("~")
+        state, home = os.environ.get("XDG_STATE_HOME", ""), os.environ.get("HOME")
         if not given and not state.startswith("/"):
+            if not home:
+                import pwd
+
+                home = next((user.pw_dir for user in pwd.getpwall()
+                             if user.pw_uid == os.getuid()), "")
             if not home.startswith("/"):
                 raise failure("STATE_UNAVAILABLE", "There is no home folder to keep the state in",
                               fix_required=f"Set {self.prefix}STATE_DIR to a folder")
@@ -3019,7 +3060,7 @@ def printable(text: str) -> str:
 
 def check_output(path: str) -> None:
     """Refuse an --output PATH that could not be written after the run, before anything starts."""
-    if not path or "\0" in path or os.path.isdir(path):
+    if path[-1:] in ("", "/") or "\0" in path or os.path.isdir(path):
         raise argument_error(f"--output {path!r} is not the path of a file")
     place = os.path.dirname(os.path.realpath(path))
     if not os.path.isdir(place):
@@ -3042,7 +3083,7 @@ def write_output(path: str, data: bytes) -> None:
     elif os.path.exists(path):
         target = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
     if target >= 0:
-        error = write_all(target, data)
+        error = write_all(target, data, told=True)
         if target > 2:
             os.close(target)
         if error:

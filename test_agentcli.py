@@ -390,7 +390,7 @@ class RegistrationTest(Case):
         for r in self.calls(["manifest"], ["--schema", "sh"], ["--output=env.json", "sh", ""], []):
             self.ends(r, 2, "INVALID_MANIFEST")
         self.assertEqual(os.listdir(self.dir), ["manifest.json"])
-        for r in self.calls(["--help"], ["--version"]):
+        for r in self.calls(["--help"], ["--version"], ["journal", "--help"], ["manifest", "-V"]):
             self.assertTrue(r.on_stdout["ok"])
 
     def test_where_the_manifest_is_looked_for(self):
@@ -499,6 +499,10 @@ class CommandLineTest(Case):
         e = self.ends(self.call(*twice, "sh", "exit 3"), 3, "DELEGATED_EXIT")
         self.assertEqual(e["meta"]["timeout_ms"], 5000)
 
+    def test_a_number_is_no_option_and_no_part_of_a_path(self):
+        for args in ["-5", "sh", "exit 0"], ["task", "-1e3", "show"], ["--json", "-.5", "sh", ""]:
+            self.assertIn("no command", self.bad(*args)["message"])
+
     def test_the_nearest_names_are_suggested(self):
         rows = {"shwo": "show", "task shwo": "task show", "manifset": "manifest",
                 "--fromat json sh": "--format", "manifest --etga x": "--etag"}
@@ -566,10 +570,23 @@ class OutputTest(Case):
         self.calls(*[["--output", "env.json", *row] for row in rows])
         self.assertEqual((self.dir / "env.json").read_bytes(), b"old")
 
+    def test_a_folder_is_no_file(self):
+        for path in "missing/", "manifest.json/":
+            self.ends(self.call("--output", path, "sh", ""), 2, "ARG_ERROR")
+
     @unittest.skipIf(os.geteuid() == 0, "root may write anywhere")
     def test_an_unwritable_folder_is_an_argument_error(self):
         os.mkdir(self.dir / "shut", 0o500)
         self.ends(self.call("--output", "shut/env.json", "sh", "echo ran"), 2, "ARG_ERROR")
+
+    def test_a_pipe_that_nobody_empties_is_given_up(self):
+        os.mkfifo(self.dir / "full")
+        with open(os.open(self.dir / "full", os.O_RDWR | os.O_NONBLOCK), "wb", 0) as fifo:
+            with contextlib.suppress(BlockingIOError):
+                while fifo.write(bytes(4096)):
+                    pass
+            e = self.ends(self.call("--output=full", "sh", ""), 0)
+        self.assertEqual(e["warnings"][0]["code"], "OUTPUT_UNAVAILABLE")
 
     def test_a_pipe_is_written_into(self):
         os.mkfifo(self.dir / "fifo")
@@ -776,6 +793,20 @@ class SignalTest(Case):
         self.gone()
 
     @on_linux
+    def test_a_process_whose_first_thread_has_ended_does_not_survive(self):
+        p, pid = self.ready("py", """import ctypes, os, signal, threading
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork():
+    os.write(1, b"%d ready\\n" % os.getpid())
+else:
+    os.setsid()
+threading.Thread(target=threading.Event().wait).start()
+ctypes.CDLL(None).pthread_exit(None)""")
+        p.terminate()
+        self.ends(self.end(p), 143, "CANCELLED")
+        self.gone([pid])
+
+    @on_linux
     def test_the_tool_of_a_nested_run_is_told_once(self):
         self.save(py=self.entry("{python}", "-ISc"), outer=self.entry(
             "{python}", AGENTCLI, "py"))
@@ -963,6 +994,21 @@ class TerminalTest(Case):
         self.addCleanup(os.close, fd)
         self.assertIn(b'"TIMEOUT"', read_to(fd, b"}\r\n"))
         self.assertEqual(os.waitpid(pid, 0)[1], 10 << 8)
+
+    def test_a_hang_up_reaches_the_tool_of_a_session_leader(self):
+        seen = self.dir / "seen"
+        pid, fd = pty.fork()
+        if not pid:
+            os.execve(sys.executable, [
+                sys.executable, AGENTCLI, "--output", f"{self.dir}/env.json", "sh",
+                f"trap 'echo HUP >{seen}; exit 3' HUP; echo ready; while :; do sleep 0.05; done"],
+                self.env)
+        read_to(fd, b"ready\r\n")
+        os.close(fd)
+        self.assertEqual(os.waitpid(pid, 0)[1], 129 << 8)
+        self.assertEqual(json.loads((self.dir / "env.json").read_text())["error"]["code"],
+                         "CANCELLED")
+        self.assertTrue(seen.exists())
 
     def test_a_password_is_read_from_the_terminal(self):
         t = Terminal(self, "py", "import getpass; print(getpass.getpass('key? ')[::-1])")
@@ -1737,12 +1783,19 @@ class ReplyTest(HttpCase):
     def test_a_reply_that_is_cut_short_in_its_head_is_no_reply(self):
         for head in (b"HTTP/1.1 200", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 201 X\r\nDate: Mon",
                      b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chun", b"HTTP/1.1 400 X\r\nA: b\r\n",
-                     b"HTTP/1.1 103 X\r\n\r\nHTTP/1.1 200 OK\r\n"):
+                     b"HTTP/1.1 103 X\r\n\r\nHTTP/1.1 200 OK\r\n", b"HTTP/1.1 100 X\r\n",
+                     CHUNKED + b"2\r\n{}\r\n0", CHUNKED + b"0000",
+                     *(b"HTTP/1.1 200 OK\r\n%s\r\nContent-Length: 500\r\n\r\n" % line for line in (
+                         b"junk without colon", b"X: a\rb", b"X-\xc3\xa9: a", b"X : 6",
+                         b"Content-Length: 0", b"Transfer-Encoding: gzip, chunked"))):
             with self.subTest(head):
                 self.service.reply = head
-                self.unknown(self.add(), self.service)
+                p = self.add()
+                self.unknown(p, self.service)
                 self.told(self.call("task", "list"), UNAVAILABLE)
                 self.service.requests.clear()
+        service = Service(self, OPEN + b"12", pem=self.pem)  # which then breaks off
+        self.unknown(self.add(env=dict(service.env, SSL_CERT_FILE=self.pem)), service)
 
     def test_what_else_an_error_holds_is_printed_as_it_is(self):
         for more in {"suggestion": None}, {"suggestion": ["a"]}, {"fix_required": True}:
@@ -1991,6 +2044,8 @@ command("echo", positionals=[WHAT, N], flags={
     "rate": flag("number"), "code": flag("string", pattern="^[a-z]{3}$")})(lambda args, ctx: args)
 command("strict", option_placement="strict", positionals=[WHAT],
         flags={"size": flag("integer", "SIZE", default=10)})(lambda args, ctx: args)
+command("find", flags={"name": flag("string", short="n")})(lambda args, ctx: args)
+command("find.add", flags={"now": flag("boolean", short="n")})(lambda args, ctx: args)
 command("tags", flags={"tag": flag("array", "TAG", pattern="^[a-z]+$")})(lambda args, ctx: args)
 command("digit", flags={"offset": flag("number"), "ipv4": flag("boolean", short="4"), "all": flag(
     "boolean", short="a")}, positionals=[flag("number", name="n")])(lambda args, ctx: args)
@@ -2218,6 +2273,13 @@ class DeclaredTest(AppCase):
             "echo a -n -5 2": {"count": -5, "what": "a", "n": 2}, "echo -- --": {"what": "--"},
             "echo -- --help -5": {"what": "--help", "n": -5}, "echo --greet=-h": {"greet": "-h"}})
 
+    def test_the_value_of_an_option_is_no_part_of_a_path(self):
+        self.gives({"find -n add": {"name": "add"}, "find --name add": {"name": "add"},
+                    "find -nadd": {"name": "add"}, "find add -n": {"now": True},
+                    "find --json add": {}})
+        e, = self.tell("find -n x add")
+        self.assertEqual(end(e), (2, "ARG_ERROR"))
+
     def test_letters_and_numbers_mean_the_same_on_every_version_of_python(self):
         self.gives({"digit --offset -3": {"offset": -3}, "digit --offset -1e5 -4": {
             "offset": -1e5, "ipv4": True}, "digit -a4 -.5": {"all": True, "ipv4": True, "n": -.5},
@@ -2311,6 +2373,29 @@ class HandlerTest(AppCase):
             r = self.call("wild", "print(1)" + WELL, run=PROGRAM, preexec_fn=lambda fds=closed: [
                 os.close(fd) for fd in fds] and None)
             self.assertTrue(r.on_stdout["ok"], closed)
+
+    def test_what_it_has_begun_is_done_before_its_end_is_told(self):
+        for body in ("import threading\nthreading.Thread(target=lambda: (time.sleep(0.3), do('t')))"
+                     ".start()" + WELL,
+                     "from concurrent.futures import ThreadPoolExecutor as Pool\n"
+                     "pool = Pool(); pool.submit(lambda: (time.sleep(0.3), do('t')))" + WELL):
+            e, = self.wild(body)
+            self.assertTrue(e["ok"])
+        if sys.version_info >= (3, 9):  # before that, Python's pools ended with their process
+            self.assertEqual((self.dir / "done").read_text(), "tt")
+
+    def test_a_reader_of_stderr_that_left_does_not_stop_it(self):
+        r, w = os.pipe()
+        os.close(r)
+        e, = self.tell(["wild", "ctx.log('x' * 9)\ndo('l')" + WELL], stderr=w)
+        os.close(w)
+        self.assertEqual((e["ok"], (self.dir / "done").read_text()), (True, "l"))
+
+    def test_an_answer_that_only_its_own_limits_let_pass_is_told_as_none(self):
+        e, = self.wild("getattr(sys, 'set_int_max_str_digits', int)(0); n = 10 ** 5000\n"
+                       "return {'effect': 'noop', 'n': n}")
+        has_limit = hasattr(sys, "set_int_max_str_digits")
+        self.assertEqual(end(e), (1, "INTERNAL_ERROR") if has_limit else (0, None))
 
     def test_fifty_megabytes(self):
         r = self.call("wild", 'return {"effect": "noop", "x": "x" * 50000000}', run=PROGRAM)
@@ -2628,7 +2713,8 @@ class MendedTest(HttpCase):
             answer = self.end(self.add(env={"LEDGER_BASE_URL": url}))
             self.told(answer, (2, "error", "configuration_invalid"))
             self.assertNotIn(b"tok-123456", answer.out + answer.err)
-        for proxy in "http:/user:tok-123456@h:1", "http://user:tok-123456@127.0.0.1:1":
+        for proxy in ("http:/user:tok-123456@h:1", "http://user:tok-123456@127.0.0.1:1",
+                      "http://user:p@s:tok-123456/et9@127.0.0.1:1", "http:/user:a\"tok-123456@h:1"):
             answer = self.end(self.add(env={"http_proxy": proxy,
                                             "LEDGER_BASE_URL": "http://198.51.100.1"}))
             self.assertEqual(answer.code, 5)
