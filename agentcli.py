@@ -2421,7 +2421,9 @@ def exchange(call: Call, page: SharedPage, method: str, target: str, headers: "D
         def https_open(self, request: "Any") -> "Any":
             import ssl
 
-            return self.do_open(TLSConnection, request, context=ssl.create_default_context())
+            context = ssl.create_default_context()  # Python 3.8 and 3.9 take a break-off for an end
+            context.options &= ~getattr(ssl, "OP_IGNORE_UNEXPECTED_EOF", 0)
+            return self.do_open(TLSConnection, request, context=context)
 
         http_request = https_request = urllib.request.AbstractHTTPHandler.do_request_
 
