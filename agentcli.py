@@ -476,8 +476,12 @@ def _is_strings(value: "Any") -> bool:
 
 
 def _is_pattern(value: "Any") -> bool:
+    import warnings
+
     try:
-        return isinstance(value, str) and bool(re.compile(value))
+        with warnings.catch_warnings():  # of what a later version may read differently
+            warnings.simplefilter("ignore")
+            return isinstance(value, str) and bool(re.compile(value))
     except (re.error, OverflowError, RecursionError):
         return False
 
@@ -502,7 +506,7 @@ _LIST: "Rule" = (lambda value: isinstance(value, list), "a list")
 _BOOL: "Rule" = (lambda value: isinstance(value, bool), "true or false")
 _SECONDS: "Rule" = (_is_number, f"a number of seconds from 0 (no limit) to {LONGEST_TIMEOUT}")
 _COUNT: "Rule" = (lambda value: type(value) is int and value > 0, "a whole number from 1")
-_FEW: "Rule" = (lambda value: type(value) is int and 0 < value < 10000, "1 to 9999")
+_FEW: "Rule" = (lambda value: type(value) is int and 0 < value <= 1000, "1 to 1000")
 _PATH: "Rule" = (lambda value: _is_string(value) and value[:1] == "/", "an absolute path")
 _NAME = _like("[a-z0-9]+(-[a-z0-9]+)*", "lower-case words in kebab-case")
 
@@ -512,7 +516,7 @@ _ERROR_KEYS: "Dict[str, Rule]" = {  # of a ResponseEnvelope
     **{key: _like("(?s).+", "a non-empty string")
        for key in ("message", "fix_required", "fix_command", "suggestion")},
     "retry_after_ms": (lambda value: type(value) is int and value >= 0, "milliseconds")}
-_AUDIT_KEYS = {"path": _PATH, "max_bytes": _COUNT, "max_files": _FEW, "max_age_days": _FEW}
+_AUDIT_KEYS = {"path": _PATH, "max_bytes": _COUNT, "max_files": _FEW, "max_age_days": _COUNT}
 _ROOT_KEYS: "Dict[str, Rule]" = {
     "name": _NAME, "version": _TEXT, "description": _STRING, "timeout": _SECONDS,
     "base_url": _TEXT, "token_file": _TEXT, "commands": _OBJECT,
@@ -1177,7 +1181,7 @@ def digest(*parts: object) -> str:
     """128 bits of SHA-256 over parts, in hexadecimal; no two lists of parts read the same."""
     import hashlib
 
-    return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    return hashlib.sha256(ascii(parts).encode("ascii")).hexdigest()[:32]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1206,7 +1210,7 @@ class JournalEntry:
 
     def __init__(self, call: Call, identity: str) -> None:
         self.call, self.identity, self.began = call, identity, time.time()
-        self.fields: Json = {"run": call.request_id, "at": round(self.began, 3),
+        self.fields: Json = {"run": call.request_id,
                              "command": call.command and call.command.path}
         self.key = None if call.operation_id else call.options.get("idempotency-key")
         self.folder = os.path.join(call.app.state_folder(), "journal")
@@ -1250,16 +1254,16 @@ class JournalEntry:
                     "IN_PROGRESS", "The same call is still running; it did not end within this "
                     f"call's limit of {self.call.timeout:g} s", retryable=True,
                     suggestion="Call again when that one has ended")
+        self.fields["at"] = round(time.time(), 3)  # it may have waited for others
 
     def latest(self) -> "Optional[Json]":
         """The last record of an earlier run of the call, or None. Raises OSError, Failure (6)."""
         name, key, _ = self.places[0]
-        needle = b'{"id":"%s"' % key.encode()
-        record = next(whole_records(self.open_files[1], needle), None)
+        record = self._last(self.open_files[1], key)
         if self.key is not None:
-            yesterday = self._day(KEY_SECONDS)
-            if record is None and os.path.exists(os.path.join(self.folder, yesterday)):
-                record = next(whole_records(self._open(yesterday), needle), None)
+            for day in self._day(KEY_SECONDS), self._day(-KEY_SECONDS):  # a clock may be set back
+                if record is None and os.path.exists(os.path.join(self.folder, day)):
+                    record = self._last(self._open(day), key)
             if record and record["at"] < self.began - KEY_SECONDS:
                 record = None
             if record and record.get("who") != self.identity:
@@ -1269,6 +1273,10 @@ class JournalEntry:
         if record:
             os.utime(os.path.join(self.folder, name))  # a file that is only read is in use too
         return record
+
+    def _last(self, descriptor: int, key: str) -> "Optional[Json]":
+        records = whole_records(descriptor, b'{"id":"%s"' % key.encode())
+        return next((record for record in records if record["id"] == key), None)
 
     def write(self, event: str, durable: bool = False, **fields: "Any") -> None:
         """Append a record to each of the run's places. Raises OSError."""
@@ -1292,35 +1300,45 @@ class JournalEntry:
             fields["error"] = outcome.error and {"code": outcome.error["code"]}
         elif self.call.is_passthrough and outcome.data == {"exit_code": outcome.exit_code}:
             pass  # the exit code tells all
-        elif len(json.dumps(outcome.data)) > LARGEST_RESULT:
-            fields.update(error=outcome.error, omitted=True)
+        elif len(json.dumps([outcome.data, outcome.error])) > LARGEST_RESULT:
+            error = outcome.error and dict(outcome.error, message=outcome.error["message"][:999])
+            fields.update(omitted=True, error=error and {key: error[key] for key in (
+                "code", "message", "retryable")})
         else:
             fields.update(error=outcome.error, data=outcome.data)
         self.note("finished", **fields)
 
 
+_TIME: "Rule" = (lambda value: _is_number(value, highest=1e11), "seconds")
+_RECORD_KEYS: "Dict[str, Rule]" = {
+    "id": _like("[0-9a-f]{32}", "a digest"), "run": _STRING, "command": _STRING, "at": _TIME,
+    "event": _one_of("started", "running", "finished", "void"), "end": _TIME,
+    "exit": (lambda value: type(value) is int and 0 <= value <= 255, "an exit code"),
+    "data": (lambda value: isinstance(value, (dict, list, type(None))), "JSON"),
+    "error": (lambda value: value is None or isinstance(value, dict)
+              and isinstance(value.get("code"), str), "an error"),
+    **dict.fromkeys(("session", "who", "operation_id"), _STRING), "omitted": _BOOL,
+    "pid": (lambda value: type(value) is int and value > 0, "a process")}
+
+
 def whole_records(descriptor: int, needle: bytes = b"{") -> "Iterator[Json]":
     """The journal's records that hold the needle, the last first, without those of no run."""
     void = set()  # runs that never started
-    for _, record in records_backwards(descriptor, needle):
-        if not {"error", "data"} & set(record) and record.get("exit") in range(256):
-            ended = delegated_exit(record["exit"])
-            record.update(error=ended.error, data=ended.data)
-        error, end = record.get("error"), record.get("event") == "finished"
-        known = all(isinstance(record.get(key), str) for key in ("run", "event", "command")) \
-            and re.fullmatch("[0-9a-f]{32}", str(record.get("id"))) \
-            and _is_number(record.get("at"), highest=1e11)
-        told = not end or (
-            type(record.get("exit")) is int and 0 <= record["exit"] <= 255
-            and _is_number(record.get("end"), highest=1e11)
-            and isinstance(record.get("data"), (dict, list, type(None)))
-            and (error is None if not record["exit"] else not shape_faults(
-                error, _ERROR_KEYS, ("code", "message", "retryable"))
-                or "operation_id" in record and isinstance(error, dict)
-                and isinstance(error.get("code"), str)))
-        if known and record["event"] == "void":
+    for _, found in records_backwards(descriptor, needle):
+        record = sound(found, _RECORD_KEYS)
+        if not {"id", "run", "command", "at", "event"} <= set(record):
+            continue
+        if record["event"] == "void":
             void.add(record["run"])
-        if known and told and record["run"] not in void:
+        if record["event"] == "finished":
+            if "error" not in found and "data" not in found and "exit" in record:
+                ended = delegated_exit(record["exit"])
+                record.update(error=ended.error, data=ended.data)
+            if not {"exit", "end", "error"} <= set(record) or "operation_id" not in record and (
+                    record["error"] is not None if not record["exit"] else
+                    shape_faults(record["error"], _ERROR_KEYS, ("code", "message", "retryable"))):
+                continue
+        if record["run"] not in void:
             yield record
 
 
@@ -1498,11 +1516,15 @@ def run_journal(call: Call) -> Outcome:
         except OSError as error:
             call.warn("STATE_UNAVAILABLE", f"A journal file is left out: {error}")
             continue
-        for record in whole_records(descriptor):
-            if wanted in (None, record.get("session"), name[:-6]):
-                run = runs.setdefault(record["run"], record)  # the last one of a run tells most
-                run.setdefault("pid", record.get("pid"))
-                ids.setdefault(record["run"], set()).add(record["id"])
+        try:
+            for record in whole_records(descriptor):
+                if wanted in (None, record.get("session"), name[:-6]):
+                    run = runs.setdefault(record["run"], record)  # the last one tells most
+                    run.setdefault("pid", record.get("pid"))
+                    ids.setdefault(record["run"], set()).update(
+                        [record["id"], record.get("operation_id", record["id"])])
+        except OSError as error:
+            call.warn("STATE_UNAVAILABLE", f"{name} in the journal cannot be read: {error}")
         os.close(descriptor)
     try:
         locks = os.open(os.path.join(folder, "locks"), os.O_RDWR)
@@ -1515,17 +1537,17 @@ def run_journal(call: Call) -> Outcome:
         if record["event"] == "finished":
             state = "unknown" if code == "operation_unknown" else "finished"
         else:
-            locked = locks >= 0 and any(not take_lock(locks, int(one[:15], 16), 0, shared=True)
-                                        for one in ids[record["run"]] - seen)
+            locked = locks >= 0 and any(
+                not take_lock(locks, int(one[:15], 16), 0, shared=True)
+                for one in ids[record["run"]] - seen if _RECORD_KEYS["id"][0](one))
             state = "running" if locked else "unknown"
         seen |= ids[record["run"]]  # an earlier run of the same call cannot hold its lock
-        same = str(record.get("operation_id") or record["id"])
         if state == "finished":
-            told.add(same)
-        if not call.args.get("unresolved") or same not in told:
+            told |= ids[record["run"]]
+        if not call.args.get("unresolved") or not ids[record["run"]] & told:
             entry = {"command": record["command"], "state": state, "pid": record.get("pid"),
                      "started_at": timestamp(record["at"]), "exit_code": record.get("exit"),
-                     "ended_at": timestamp(record["end"]) if "end" in record else None,
+                     "ended_at": timestamp(record["end"]) if record.get("end") else None,
                      "error_code": code, "request_id": record["run"],
                      "operation_id": record.get("operation_id")}
             entries.append({key: value for key, value in entry.items() if value is not None})
@@ -1572,7 +1594,7 @@ class AuditLog:
                 os.close(descriptor)
 
     def _is_over(self, descriptor: int, size: int, entry: "Json") -> bool:
-        oldest = timestamp(time.time() - self.max_age_days * 86400)
+        oldest = timestamp(max(0, time.time() - self.max_age_days * 86400))
         first = re.match(rb'{"timestamp": ?"([^"]+)"', os.pread(descriptor, 60, 0))
         return size + len(json_line(entry)) >= self.max_bytes or \
             bool(first and first.group(1) < oldest.encode())
@@ -1597,7 +1619,7 @@ class AuditLog:
             for path in self.files:
                 try:
                     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-                except OSError:
+                except FileNotFoundError:
                     continue
                 if opened.setdefault(os.fstat(descriptor).st_ino, descriptor) != descriptor:
                     os.close(descriptor)  # it was rotated while the files were opened
@@ -1610,7 +1632,8 @@ class AuditLog:
                     return  # the inode is another file's now
                 after = None
                 for at, record in records_backwards(descriptor, end=end):
-                    if all(isinstance(record.get(k), str) for k in ("timestamp", "request_id")):
+                    if re.match("[0-9]{4}-.*Z$", str(record.get("timestamp"))) \
+                            and isinstance(record.get("request_id"), str):
                         yield [inode, at, record["request_id"]], record
         finally:
             for descriptor in opened.values():
@@ -1655,9 +1678,9 @@ def write_audit_entry(call: Call, outcome: Outcome) -> None:
     entry: Json = {
         "timestamp": timestamp(time.time()), "command": call.command.path, "args": args,
         "exit_code": outcome.exit_code, "duration_ms": call.milliseconds(),
-        "request_id": call.request_id, "warnings": [w["code"] for w in call.warnings],
+        "request_id": call.request_id, "warnings": [w["code"][:64] for w in call.warnings[:64]],
         **({"trace_id": trace[:LONGEST_TRACE]} if trace else {}),
-        **({"truncated": True} if trace[LONGEST_TRACE:] else {})}
+        **({"truncated": True} if trace[LONGEST_TRACE:] or call.warnings[64:] else {})}
     if "session" in call.options:
         entry["session_id"] = call.options["session"]
     for name in sorted(args, key=lambda n: len(json_line(args[n])), reverse=True):
@@ -1709,12 +1732,18 @@ def run_audit_log(call: Call) -> Outcome:
     filters = digest(args.get("since"), wanted)
     after = read_cursor(args["cursor"], filters) if "cursor" in args else None
     found: List[Tuple[List[Any], Json]] = []
-    for place, entry in log.entries(after):
-        if entry["timestamp"] < timestamp(max(0, oldest - 60)) or len(found) > limit:
-            break  # concurrent writers are less than a minute out of order
-        if entry["timestamp"] >= timestamp(oldest) and all(
-                not value or entry.get(key) == value for key, value in wanted.items()):
-            found.append((place, entry))
+    old = 0  # entries in a row that are too old: writers and clocks may be out of order
+    try:
+        for place, entry in log.entries(after):
+            old = old + 1 if entry["timestamp"] < timestamp(oldest) else 0
+            if old > 100 or len(found) > limit:
+                break
+            if not old and all(not value or entry.get(key) == value
+                               for key, value in wanted.items()):
+                found.append((place, entry))
+    except OSError as error:
+        raise failure("STATE_UNAVAILABLE", f"The audit log cannot be read: {error}",
+                      fix_required="Make its files readable") from None
     more, found = len(found) > limit, found[:limit]
     return Outcome(0, {"entries": [entry for _, entry in reversed(found)]}, meta={"pagination": {
         "total": None, "returned": len(found), "truncated": more, "has_more": more,
@@ -2128,7 +2157,8 @@ def prepare_tool(call: Call) -> Work:
         return tell_ending(call, run_child(call, journal, lambda own_group: spawn(
             program, argv, environment, own_group, no_stdin)))
 
-    return Work((command.path, argv, *surroundings(not no_stdin)), start, reads_stdin=not no_stdin)
+    return Work((command.path, program, argv, *surroundings(not no_stdin)), start,
+                reads_stdin=not no_stdin)
 
 
 def tell_ending(call: Call, ending: "Ending", what: str = "tool") -> Outcome:
@@ -2568,7 +2598,8 @@ def prepare_handler(call: Call) -> Work:
                       "created, updated, deleted or noop")
         return outcome
 
-    return Work((command.path, sorted(args.items()), *surroundings()), start, not preview, True)
+    return Work((command.path, call.app.folder, sorted(args.items()), *surroundings()), start,
+                not preview, reads_stdin=True)
 
 
 def in_child(call: Call, journal: "Optional[JournalEntry]",
@@ -2665,7 +2696,7 @@ def run_manifest(call: Call) -> Outcome:
 def run_doctor(call: Call) -> Outcome:
     """Built-in `doctor`: what a newcomer trips over, and how to mend it."""
     outcome = in_child(call, None, lambda page: page.put(
-        {"exit": 0, "data": {"checks": checks(call.app)}, "error": None, "warnings": []}))
+        {"exit": 0, "data": {"checks": checks(call)}, "error": None, "warnings": []}))
     found = (outcome.data or {}).get("checks", ())
     failed = [check["name"] for check in found if not check["ok"]]
     outcome.text = "\n".join(f"{'ok' if c['ok'] else 'MEND':4} {c['name']}: {c['found']}"
@@ -2677,11 +2708,11 @@ def run_doctor(call: Call) -> Outcome:
     return outcome
 
 
-def checks(app: "App") -> "List[Json]":
+def checks(call: Call) -> "List[Json]":
     """What was checked: its name, whether it holds, what was found, how to mend it."""
     from functools import partial
 
-    made: List[Json] = []
+    app, made = call.app, []  # type: App, List[Json]
 
     def check(name: str, find: "Callable[[], Any]") -> None:
         try:
@@ -2708,8 +2739,8 @@ def checks(app: "App") -> "List[Json]":
                             os.environ.get("PATH") or os.defpath)
 
     def state() -> str:
-        private_folder(app.state_folder())
-        if not os.access(app.state_folder(), os.W_OK | os.X_OK):
+        private_folder(os.path.join(app.state_folder(), "journal"))
+        if not os.access(os.path.join(app.state_folder(), "journal"), os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "not writable", app.state_folder())
         return app.state_folder()
 
@@ -2735,6 +2766,7 @@ def checks(app: "App") -> "List[Json]":
         if command.kind == "passthrough":
             check(f"tool of {path}", partial(tool, command))
     check("state folder", state)
+    check("audit log", lambda: "on" if audit_log_of(call) else "off")
     if app.setting("BASE_URL") or app.base_url or "http" in [c.kind for c in app.commands.values()]:
         if app.setting("TOKEN_FILE") or app.token_file:
             check("token file", lambda: "ok" if read_token(app, service_url(app)) else "")

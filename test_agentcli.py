@@ -1260,6 +1260,54 @@ class JournalTest(StoreCase):
         for self.builtin, count in ("audit-log", 20), ("journal", 5):
             self.assertEqual(self.entries(field="command").count("add"), count)
 
+    def test_the_tools_of_two_repositories_are_two_calls_though_they_are_called_alike(self):
+        for folder, code in ("a", 0), ("b", 3):
+            self.write(f"{folder}/tool", b"#!/bin/sh\necho >>ran; exit %d\n" % code, 0o755)
+            self.commands = {"go": self.entry("./tool"), "bare": self.entry("tool")}
+            self.save(f"{folder}/m.json")
+        for command in "go", "bare":
+            for code in (0, 3) * 2:
+                folder = "ab"[code > 0]
+                r = self.call("--manifest", f"{folder}/m.json", command,
+                              env={"PATH": f"{self.dir}/{folder}:{self.env['PATH']}"})
+                self.assertEqual(r.code, code)
+        self.assertEqual(self.ran.read_bytes(), b"\n" * 4)
+
+    def test_a_key_is_found_when_the_clock_was_set_back_over_midnight(self):
+        self.does("ran", "--idempotency-key=k", "add", "")
+        today, = self.journal.glob("day-*.jsonl")
+        for ago in -86400, 86400:
+            other = today.with_name(time.strftime("day-%Y-%m-%d.jsonl",
+                                                  time.gmtime(time.time() - ago)))
+            today.rename(other)
+            self.does("replayed", "--idempotency-key=k", "--session=t", "add", "")
+            other.rename(today)
+
+    def test_a_run_that_waited_began_when_it_no_longer_did(self):
+        self.save(add=self.entry("sh", "-c", LONG))
+        holder, _ = self.hold("add")
+        p = self.start("--rerun", "add", env=self.settings)
+        fds = pathlib.Path(f"/proc/{p.pid}/fd")
+        until(lambda: not fds.exists() or any(
+            "/journal/" in os.path.realpath(fd) for fd in fds.iterdir()))
+        self.write("done", b"")
+        holder.terminate()
+        self.end(holder)
+        self.end(p)
+        first, second = self.entries()
+        self.assertGreaterEqual(second["started_at"], first["ended_at"])
+
+    def test_what_is_in_the_state_folder_by_mistake_stops_nothing(self):
+        self.does("ran", "add", "exit 3")
+        (self.journal / "x.jsonl").mkdir()
+        file, = self.journal.glob("[!dx]*.jsonl")
+        run = json.loads(file.read_text().splitlines()[1])
+        for wrong in {"pid": "x"}, {"pid": [1]}, {"event": "running", "end": "x", "error": [1]}:
+            with file.open("a") as f:
+                f.write(json.dumps(dict(run, run="r", **wrong), separators=(",", ":")) + "\n")
+            self.assertEqual(self.call("add", "exit 3").code, 3)
+            self.assertTrue(self.entries())
+
     def test_garbage_that_looks_like_an_end_is_not_replayed(self):
         self.does("ran", "add", "exit 3")
         file, = self.journal.glob("*.jsonl")
@@ -1312,6 +1360,12 @@ class JournalTest(StoreCase):
         t.resume()
         holder.terminate()
         self.assertTrue(t.end().on_stderr["meta"]["idempotency_hit"])
+
+
+    def test_digests_do_not_depend_on_the_version_of_python(self):
+        import agentcli
+        self.assertEqual(agentcli.digest("\U0001fae8", b"x", 1, None),
+                         "8b6204298d449e8fadf61ad544a83f0b")
 
 
 class JournalCommandTest(StoreCase):
@@ -1461,6 +1515,18 @@ class AuditLogTest(StoreCase):
         self.leave("h")
         self.assertEqual((self.page("--cursor", cursor), self.page()), (("", None), ("fgh", None)))
         self.assertEqual(len(os.listdir(self.state)), 3)
+
+    def test_lines_out_of_order_hide_no_others_and_what_cannot_be_read_is_told(self):
+        self.leave("a", "b", "c")
+        line = json.loads(self.log.read_bytes().splitlines()[-1])
+        for stamp in "2001-01-01T00:00:00Z", "0", "x":
+            with self.log.open("a") as f:
+                f.write(json.dumps(dict(line, timestamp=stamp, trace_id="-")) + "\n")
+        self.assertEqual(self.page("--since=15m")[0], "abc")
+        self.assertEqual(self.page()[0], "abc-")
+        for wrong in self.dir, "/":
+            e = self.call("audit-log", env={"LEDGER_AUDIT_LOG": str(wrong)}).on_stdout
+            self.assertEqual(end(e), (4, "STATE_UNAVAILABLE"))
 
     def test_filters(self):
         def iso(ago):
@@ -1903,6 +1969,17 @@ class UncertainTest(HttpCase):
         self.told(p, (143, *UNAVAILABLE[1:]))
 
     @on_linux
+    def test_the_journal_tells_every_end(self):
+        for code, answer in ((6, reply(202)), (6, reply(200, operation("partial"))),
+                             (3, reply(200, operation("needs_clarification"))),
+                             (6, reply(202, operation())),
+                             (0, reply(200, operation("error", "not_found")))):
+            self.service.reply = answer
+            self.assertEqual(self.end(self.add()).code, code)
+            entry = self.call("journal", "--limit=1").on_stdout["data"]["entries"][0]
+            self.assertEqual((entry["state"], entry["exit_code"]), ("finished", code))
+        self.assertEqual(self.in_doubt(), [])
+
     def test_after_a_kill_the_journal_names_the_operation_and_its_sender_ends_in_time(self):
         p, service = self.in_flight("--timeout", "2", "--session", "s")
         p.kill()
@@ -2455,6 +2532,31 @@ class HandlerTest(AppCase):
         self.assertEqual((rows[11]["data"], (self.dir / "done").read_bytes()), ([1], b"pppppp"))
         self.assertIn("--rerun", rows[11]["error"]["suggestion"])
 
+    def test_data_that_looks_like_a_record_is_none(self):
+        self.tell("--session=s put x")
+        file, = (self.dir / "home/.local/state/ledger/journal").glob("*.jsonl")
+        name = json.loads(file.read_text().splitlines()[0])["id"]
+        file.write_bytes(b"")
+        body = 'return {"id": "%s", "effect": "noop", "event": "finished"}' % name
+        self.tell(["--session=s", "wild", body], "--session=s put x", "--session=s put x")
+        self.assertEqual((self.dir / "done").read_text(), "pp")
+
+    def test_a_large_failure_is_told_as_one_that_ended(self):
+        body = "raise agentcli.Failure(5, 'BAD', 'm', context={'x': 'y' * 1500000})"
+        first, again = self.tell(*[["--session=s", "wild", body]] * 2)
+        self.assertEqual((end(first), end(again)), ((5, "BAD"), (3, "OUTCOME_UNKNOWN")))
+        self.assertIn("too large", again["error"]["message"])
+        entries = self.tell("journal")[0]["data"]["entries"]
+        self.assertEqual([e["error_code"] for e in entries], ["BAD"])
+
+    def test_many_warnings_leave_an_entry_in_the_audit_log(self):
+        log = self.dir / "log"
+        self.tell(["wild", "for n in range(3000): ctx.warn('LOW_%d' % n, 'm')" + WELL],
+                  env={"LEDGER_AUDIT_LOG": str(log)})
+        entry, = log.read_bytes().splitlines()
+        self.assertLess(len(entry), 16384)
+        self.assertTrue(json.loads(entry)["truncated"])
+
     def test_another_folder_or_file_on_stdin_is_another_call(self):
         read = ["--session", "s", "wild", "return {'effect': 'noop', 'read': sys.stdin.read()}"]
         for name in "one", "two":
@@ -2519,6 +2621,7 @@ class DoctorTest(Case):
                     ("token file", "chmod 600", {}, {"token_file": file}),
                     ("token file, service", "http://", {}, {"base_url": "ftp://x"}),
                     ("state folder", "absolute", {"LEDGER_STATE_DIR": "x"}, {}),
+                    ("audit log", "absolute", {"LEDGER_AUDIT_LOG": "x"}, {}),
                     ("state folder", file, {"LEDGER_STATE_DIR": file + "/x"}, {})):
                 self.assertEqual(self.doctor(failing, fix, env=env, **dict(fine, **root)), names)
         self.commands = {"get": self.entry(**dict(DECLARED, http={
@@ -2734,6 +2837,11 @@ class MendedTest(HttpCase):
         self.assertEqual((args["--timeout"], args["--operation-id"]), (7, self.took()[1][0]))
 
     def test_a_pattern_that_python_cannot_compile_is_a_fault_of_the_manifest(self):
+        self.save(bad=dict(TASKS["task.list"], flags={"a": dict(FLAG, pattern="[[a]")}))
+        for options in [], ["-W", "error"]:
+            r = self.call("sh", "", run=[*options, AGENTCLI])
+            self.ends(r, 0)
+            self.assertNotIn(b"Warning", r.err)
         for pattern in "a{99999999999999999999}", "(" * 3000 + ")" * 3000:
             self.save(bad=dict(TASKS["task.list"], flags={"a": dict(FLAG, pattern=pattern)}))
             self.ends(self.call("sh", ""), 2, "INVALID_MANIFEST")
