@@ -1922,8 +1922,8 @@ def supervise(tree: ProcessTree, deadline: "Optional[float]", grace: float = GRA
                 return status, cause, sorted(tree.members())
         elif cause is None:
             status = _reap(tree.pid, False)
-            if status is not None:
-                continue  # what had ended when agentcli looked keeps its own result
+            if status is not None and not (told and theirs):
+                continue  # what had ended, and not of this signal, keeps its own result
             cause, killing = (signo if told else 0), not grace
             until = time.monotonic() + (grace or KILL_PATIENCE)
             if not grace:
