@@ -3059,11 +3059,7 @@ def report(call: Call, outcome: Outcome) -> int:
         data = outcome.data if outcome.reply is None else outcome.reply["data"]
         text = outcome.text and f"{call.app.name}: {outcome.text}" * on_stderr or outcome.text
         if text is None and data is not None and not on_stderr:
-            try:
-                shown = json.dumps(data, indent=2, ensure_ascii=False)
-            except RecursionError:  # to indent takes more of the stack than to read did
-                shown = json.dumps(data, ensure_ascii=False)
-            text = "\n".join(map(printable, shown.split("\n")))
+            text = readable(data)
         if text is not None and not (error and on_stderr):
             write_all(main, text.encode("utf-8", "backslashreplace") + b"\n")
         lines = call.warnings + (outcome.reply["warnings"] if outcome.final and outcome.reply
@@ -3084,6 +3080,15 @@ def envelope_line(call: Call, outcome: Outcome) -> bytes:
         outcome.reply["warnings"] = [{"code": w["code"].lower(), "message": w["message"]}
                                      for w in call.warnings]
     return json_line(outcome.reply)
+
+
+def readable(data: "Any") -> str:
+    """JSON for a person: indented, letters as they are."""
+    try:
+        text = json.dumps(data, indent=2, ensure_ascii=False)
+    except RecursionError:  # to indent takes more of the stack than to read did
+        text = json.dumps(data, ensure_ascii=False)
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def printable(text: str) -> str:
