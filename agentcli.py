@@ -482,7 +482,7 @@ def _is_pattern(value: "Any") -> bool:
         with warnings.catch_warnings():  # of what a later version may read differently
             warnings.simplefilter("ignore")
             return isinstance(value, str) and bool(re.compile(value))
-    except (re.error, OverflowError, RecursionError):
+    except (re.error, ValueError, OverflowError, RecursionError):
         return False
 
 
@@ -537,7 +537,7 @@ _COMMAND_KEYS: "Dict[str, Tuple[str, Rule]]" = {  # the kinds that have the key,
                    "a list of strings, the program first")),
     "help_argv": ("p", _STRINGS), "stdin": ("p", _one_of("inherit", "none")),
     "env": ("p", (lambda value: isinstance(value, dict) and all(
-        name and "=" not in name and _is_strings([name, text]) for name, text in value.items()),
+        _is_strings([name, text]) and name and "=" not in name for name, text in value.items()),
         "an object of strings, no name empty or with a =")),
     "http": ("h", _OBJECT), "flags": ("hd", _OBJECT), "positionals": ("hd", _LIST)}
 _HTTP_KEYS: "Dict[str, Rule]" = {
@@ -572,7 +572,7 @@ def shape_faults(value: "Any", rules: "Dict[str, Rule]",
               if key not in value]
     for key, item in value.items():
         if key not in rules:
-            faults.append(f'unknown key "{key}". {nearest(key, rules) or ""}'.rstrip(". "))
+            faults.append(f'unknown key "{key}". {nearest(str(key), rules) or ""}'.rstrip(". "))
         elif not rules[key][0](item):
             faults.append(f'"{key}" must be {rules[key][1]}')
     return faults
@@ -596,7 +596,7 @@ def argument_faults(spec: "Any", rules: "Dict[str, Rule]", *required: str) -> "L
         try:
             for value in values:
                 convert(str(value), spec, '"default"')
-        except Failure as wrong:
+        except (Failure, ValueError) as wrong:
             faults.append(str(wrong))
     return faults
 
@@ -889,9 +889,9 @@ def read_command_line(argv: "Sequence[str]", commands: "Dict[str, Command]",
 def read_option(token: str, waiting: "List[str]", flags: "Json", line: CommandLine) -> None:
     """Read the options in one token, and the value that follows it, into the command line.
 
-    `--name value`, `--name=value`, `-n value`, `-nvalue`, and `-ab` for two that take no value; a
-    value in a token of its own begins with a dash only if it is a number or `-`. Names are never
-    abbreviated.
+    `--name value`, `--name=value`, `-n value`, `-nvalue`, `-n=value`, and `-ab` for two that take
+    no value; a value in a token of its own begins with a dash only if it is a number or `-`. Names
+    are never abbreviated.
     """
     letters = {spec["short"]: name for name, spec in flags.items() if "short" in spec}
     name, equals, value = token[2:].partition("=")
@@ -901,7 +901,8 @@ def read_option(token: str, waiting: "List[str]", flags: "Json", line: CommandLi
         for at, letter in enumerate(token[1:], 2):
             name = letters.get(letter, "")
             alone = flags.get(name, {}).get("type") == "boolean"
-            inside.append(("-" + letter, name, None if alone else token[at:] or None))
+            rest = token[at + 1:] if token[at:at + 1] == "=" else token[at:] or None
+            inside.append(("-" + letter, name, None if alone else rest))
             if not alone:
                 break
     for given, name, text in inside:
@@ -1131,7 +1132,8 @@ def records_backwards(descriptor: int, needle: bytes = b"{", end: "Optional[int]
     What is no JSON object is skipped, and so is a line over 1 MiB. No more of the file is read
     than the caller asks for. end: the offset to begin at; None is the file's end.
     """
-    at = os.fstat(descriptor).st_size if end is None else end
+    size = os.fstat(descriptor).st_size
+    at = size if end is None else min(size, end)
     more = 0  # bytes behind the piece that end a line which begins in it
     while at > 0:
         size = min(1 << 18, at)
@@ -1378,7 +1380,8 @@ def replay(record: "Json") -> Outcome:
                      "again. --rerun before the command path runs it")
     return Outcome(record["exit"], data, error, meta={"idempotency_hit": True,
                                                       "first_run_at": when},
-                   text=f"not run again: it ran at {when} and ended well; --rerun runs it")
+                   text=None if error else
+                   f"not run again: it ran at {when} and ended well; --rerun runs it")
 
 
 def is_alive(pid: int) -> bool:
@@ -1521,8 +1524,7 @@ def run_journal(call: Call) -> Outcome:
                 if wanted in (None, record.get("session"), name[:-6]):
                     run = runs.setdefault(record["run"], record)  # the last one tells most
                     run.setdefault("pid", record.get("pid"))
-                    ids.setdefault(record["run"], set()).update(
-                        [record["id"], record.get("operation_id", record["id"])])
+                    ids.setdefault(record["run"], set()).add(record["id"])
         except OSError as error:
             call.warn("STATE_UNAVAILABLE", f"{name} in the journal cannot be read: {error}")
         os.close(descriptor)
@@ -1537,14 +1539,14 @@ def run_journal(call: Call) -> Outcome:
         if record["event"] == "finished":
             state = "unknown" if code == "operation_unknown" else "finished"
         else:
-            locked = locks >= 0 and any(
-                not take_lock(locks, int(one[:15], 16), 0, shared=True)
-                for one in ids[record["run"]] - seen if _RECORD_KEYS["id"][0](one))
+            locked = locks >= 0 and any(not take_lock(locks, int(one[:15], 16), 0, shared=True)
+                                        for one in ids[record["run"]] - seen)
             state = "running" if locked else "unknown"
         seen |= ids[record["run"]]  # an earlier run of the same call cannot hold its lock
+        same = {record["operation_id"]} if "operation_id" in record else ids[record["run"]]
         if state == "finished":
-            told |= ids[record["run"]]
-        if not call.args.get("unresolved") or not ids[record["run"]] & told:
+            told |= same
+        if not call.args.get("unresolved") or not same & told:
             entry = {"command": record["command"], "state": state, "pid": record.get("pid"),
                      "started_at": timestamp(record["at"]), "exit_code": record.get("exit"),
                      "ended_at": timestamp(record["end"]) if record.get("end") else None,
@@ -1881,6 +1883,20 @@ def supervise(tree: ProcessTree, deadline: "Optional[float]", grace: float = GRA
     they mean, agentcli only waits. Returns the wait status (None: not even KILL ended it), the
     cause (None: it ended by itself; 0: its time was up; else the signal) and who survived.
     """
+    def reap(job_control: bool) -> "Optional[int]":
+        """The wait status of a child that has ended, or None; stops with it if it has stopped."""
+        try:
+            ended, status = os.waitpid(tree.pid, os.WNOHANG | os.WUNTRACED)
+        except ChildProcessError:  # another part of this program took it
+            if grace and child_decides:
+                raise
+            return 0  # a forked child's answer tells all
+        if ended and os.WIFSTOPPED(status):
+            if job_control:
+                stop_here()  # so that the shell sees the job stop
+            return None
+        return status if ended else None
+
     awaited = {int(signo) for signo in signal.valid_signals()  # Linux queues even ignored ones
                if signo not in (signal.SIGKILL, signal.SIGSTOP)
                and signal.getsignal(signo) != signal.SIG_IGN}
@@ -1890,13 +1906,8 @@ def supervise(tree: ProcessTree, deadline: "Optional[float]", grace: float = GRA
     # In an embedding program another thread may be the one that a signal reaches.
     threads = "threading" in sys.modules and sys.modules["threading"].active_count() > 1
     while True:
-        try:
-            if status is None:
-                status = _reap(tree.pid, at_terminal and cause is None)
-        except ChildProcessError:  # another part of this program took it
-            if grace and child_decides:
-                raise
-            status = 0  # a forked child's answer tells all
+        if status is None:
+            status = reap(at_terminal and cause is None)
         if status is not None and (cause is None or not tree.members()):
             return status, cause, []
         left = None if until is None else until - time.monotonic()
@@ -1921,7 +1932,7 @@ def supervise(tree: ProcessTree, deadline: "Optional[float]", grace: float = GRA
             if over:
                 return status, cause, sorted(tree.members())
         elif cause is None:
-            status = _reap(tree.pid, False)
+            status = reap(False)
             if status is not None and not (told and theirs):
                 continue  # what had ended, and not of this signal, keeps its own result
             cause, killing = (signo if told else 0), not grace
@@ -1934,16 +1945,6 @@ def supervise(tree: ProcessTree, deadline: "Optional[float]", grace: float = GRA
         else:
             killing, until = True, time.monotonic() + KILL_PATIENCE
             tree.signal(signal.SIGKILL)
-
-
-def _reap(pid: int, job_control: bool) -> "Optional[int]":
-    """The wait status of a child that has ended, or None; stops with it if it has stopped."""
-    ended, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
-    if ended and os.WIFSTOPPED(status):
-        if job_control:
-            stop_here()  # so that the shell sees the job stop
-        return None
-    return status if ended else None
 
 
 def run_child(call: Call, journal: "Optional[JournalEntry]", start: "Callable[[bool], int]",
@@ -2426,15 +2427,18 @@ def exchange(call: Call, page: SharedPage, method: str, target: str, headers: "D
                 return
             page.mark()
             try:
+                poll = select.poll()
                 while data and not hasattr(self.sock, "cipher"):
                     seen = b""
-                    if select.select([self.sock], [], [], 0)[0]:
+                    poll.register(self.sock, select.POLLIN)
+                    if poll.poll(0):
                         seen = self.sock.recv(65536, socket.MSG_PEEK)
                         if re.match(refusal, seen):
                             return  # the rest need not be sent (RFC 9112, 9.5)
                         if not seen:
                             break
-                    select.select([] if seen else [self.sock], [self.sock], [], LOOK)
+                    poll.register(self.sock, select.POLLOUT | (0 if seen else select.POLLIN))
+                    poll.poll(LOOK * 1000)
                     with contextlib.suppress(BlockingIOError):
                         data = data[self.sock.send(data[:65536], socket.MSG_DONTWAIT):]
                 super().send(data)
@@ -2480,7 +2484,8 @@ def read_reply(reply: "Any") -> bytes:
     """The whole body of a reply. Raises ValueError when it is too large or cut short."""
     lengths = {text.strip() for text in reply.headers.get_all("Content-Length", ["0"])}
     coding = reply.headers.get("Transfer-Encoding", "chunked").strip().lower()
-    if reply.headers.defects or coding != "chunked" or len(lengths) > 1 or not re.fullmatch(
+    defects = [d for d in reply.headers.defects if "Header" in type(d).__name__]  # not of a part
+    if defects or coding != "chunked" or len(lengths) > 1 or not re.fullmatch(
             "[0-9]+", min(lengths)):
         raise ValueError("its header is malformed, or says two things of its length")
     data = bytearray()
@@ -2999,8 +3004,8 @@ def answer(call: Call) -> Outcome:
         step = parse(call)
         call.informs = step is not perform
         return step(call)
-    except Failure as failed:
-        return failed
+    except Failure as failed:  # which an App may keep to raise it again: `report` adds to its own
+        return Outcome(failed.exit_code, failed.data, failed.error)
     except Exception:  # noqa: BLE001  # the envelope is written whatever happens
         return internal_error()
 

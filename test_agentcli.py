@@ -1524,6 +1524,10 @@ class AuditLogTest(StoreCase):
                 f.write(json.dumps(dict(line, timestamp=stamp, trace_id="-")) + "\n")
         self.assertEqual(self.page("--since=15m")[0], "abc")
         self.assertEqual(self.page()[0], "abc-")
+        import agentcli
+        filters = agentcli.digest(None, {"command": "", "trace_id": ""})
+        cursor = agentcli.write_cursor([self.log.stat().st_ino, 1 << 60, ""], filters)
+        self.call("audit-log", "--cursor", cursor)  # ends
         for wrong in self.dir, "/":
             e = self.call("audit-log", env={"LEDGER_AUDIT_LOG": str(wrong)}).on_stdout
             self.assertEqual(end(e), (4, "STATE_UNAVAILABLE"))
@@ -1807,7 +1811,9 @@ class ReplyTest(HttpCase):
                 (OK, None, b"HTTP/1.1 204 X\r\n\r\n"), ((6, "ok", None), 7, reply(202, 7)),
                 *(((exit_code, "error", code), {} if status % 2 else None, reply(
                     status, {} if status % 2 else b"<html>", "Location: " + other.url))
-                  for status, (exit_code, code) in OF_STATUS.items() if code)):
+                  for status, (exit_code, code) in OF_STATUS.items() if code),
+                ((2, "error", "invalid_input"), None, reply(
+                    400, b"--b", "Content-Type: multipart/mixed; boundary=b"))):
             self.service.reply = data
             self.assertEqual(self.told(self.add(env=self.token), end)["data"], kept)
         self.assertEqual(other.requests, [])
@@ -1993,6 +1999,15 @@ class UncertainTest(HttpCase):
             self.told(self.add(*args.split(), body=body), UNKNOWN)
             names.append(self.took()[1][0])
         self.assertEqual((names[0], len(set(names))), (names[1], 5))
+
+    def test_an_operation_stays_in_doubt_though_a_rerun_sent_another_one(self):
+        self.service.reply = b"HTTP/1.1 200"
+        _, lost = self.unknown(self.add("--session=s"), self.service)
+        self.service.reply = reply(200, operation())
+        self.told(self.add("--session=s", "--rerun"))
+        self.assertEqual(self.in_doubt(), [lost])
+        self.told(self.add("--operation-id", lost[0]))
+        self.assertEqual(self.in_doubt(), [])
 
     def test_a_journal_that_cannot_be_written_warns_and_in_a_session_sends_nothing(self):
         env = {"LEDGER_STATE_DIR": str(self.dir / "manifest.json" / "state")}
@@ -2201,6 +2216,9 @@ for expression in {[*rows]!r}:
                  ("two", {"timeout": -1, "colour": 1}, "timeout.*colour")]
         self.refused({f"app.register({path!r}, **{self.entry('true', **fields)})":
                       f'"{path}".*({rule})' for path, fields, rule in rows})
+        self.refused({f"app.register('o', description='o', danger_level='safe', **{odd})": '"o"'
+                      for odd in ("{'flags': {'ff': {1: 2}}}", "{'flags': {1: {}}}",
+                                  "{'arguments': 'passthrough', 'argv': ['o'], 'env': {1: 2}}")})
         self.refused({"App('Big')": "name", "App('a', timeout=-1)": "timeout", "App(x=1)": "x",
                       "App(audit_log='x')": "audit_log", "app.handler('gone')": "gone",
                       "app.handler('sh')": "sh", "app.handler('manifest')": "manifest"})
@@ -2295,10 +2313,12 @@ print([app.run(argv) for argv in (["note", "add"], ["nobody"], ["task", "show"])
 print(agentcli.main(["nope"]))
 bad = agentcli.load("bad.json")
 bad.handler("a")(print)
-print([bad.run(argv) for argv in (["a"], ["--version"])])""")
+bad.register("svc", description="x", danger_level="safe", http={"method": "GET", "path": "/"})
+print([bad.run(argv) for argv in (["a"], ["--version"], ["svc"], ["journal"])])""")
         self.assertRegex(out, r'(?s)"name": "ledger"\}.*NO_HANDLER.*\ntask\n\{.*"INVALID_MANI'
                               r'.*\}\n\{.*"INVALID_MANI.*nmae.*name.*"a\\".*descrip.*\}\n'
-                              r'\{"ok": true.*\[0, 4, 0\]\n2\n\[2, 0\]')
+                              r'\{"ok": true.*\n\{"schema_version": 1.*\n\{"ok": false.*'
+                              r'\[0, 4, 0\]\n2\n\[2, 0, 2, 2\]')
 
     def test_every_public_name_has_a_docstring_and_annotations(self):
         self.assertEqual(self.python("""from inspect import isfunction, signature
@@ -2361,10 +2381,11 @@ class DeclaredTest(AppCase):
         self.gives({"digit --offset -3": {"offset": -3}, "digit --offset -1e5 -4": {
             "offset": -1e5, "ipv4": True}, "digit -a4 -.5": {"all": True, "ipv4": True, "n": -.5},
             "digit -5.": {"n": -5.0}, "echo -ln5": {"loud": True, "count": 5},
-            "echo -lg=x": {"loud": True, "greet": "=x"}, "echo -g -": {"greet": "-"}})
+            "echo -lg=x": {"loud": True, "greet": "x"}, "echo -n=5": {"count": 5},
+            "echo -g -": {"greet": "-"}, "echo -g=": {"greet": ""}})
         for line, says in {"digit -a=": "-=", "digit -4=1": "-=", "digit -ax": "-x",
                            "digit -5a": "-5", "digit -a5": "-5", "echo -l1": "-1",
-                           "echo -g": "needs", "echo -g -l": "needs", "echo -n=5": "=5"}.items():
+                           "echo -g": "needs", "echo -g -l": "needs"}.items():
             e, = self.tell(line)
             self.assertEqual(end(e), (2, "ARG_ERROR"), line)
             self.assertRegex(e["error"]["message"], says)
@@ -2540,6 +2561,12 @@ class HandlerTest(AppCase):
         body = 'return {"id": "%s", "effect": "noop", "event": "finished"}' % name
         self.tell(["--session=s", "wild", body], "--session=s put x", "--session=s put x")
         self.assertEqual((self.dir / "done").read_text(), "pp")
+
+    def test_a_failure_that_is_replayed_as_text_did_not_end_well(self):
+        lines = [["--session=s", "--format=text", "wild", "raise SHUT"]] * 2
+        r = self.call(MANY, ascii(lines), run=["-c"])
+        self.assertEqual((r.out.count(b"\n7\n"), r.out.count(b"well")), (2, 0), r.out)
+        self.assertIn(b"--rerun", r.err)
 
     def test_a_large_failure_is_told_as_one_that_ended(self):
         body = "raise agentcli.Failure(5, 'BAD', 'm', context={'x': 'y' * 1500000})"
@@ -2842,7 +2869,7 @@ class MendedTest(HttpCase):
             r = self.call("sh", "", run=[*options, AGENTCLI])
             self.ends(r, 0)
             self.assertNotIn(b"Warning", r.err)
-        for pattern in "a{99999999999999999999}", "(" * 3000 + ")" * 3000:
+        for pattern in "a{99999999999999999999}", "(" * 3000 + ")" * 3000, "(?a)(?u)x":
             self.save(bad=dict(TASKS["task.list"], flags={"a": dict(FLAG, pattern=pattern)}))
             self.ends(self.call("sh", ""), 2, "INVALID_MANIFEST")
             self.assertEqual(self.call("--version").code, 0)
