@@ -868,8 +868,8 @@ def read_command_line(argv: "Sequence[str]", commands: "Dict[str, Command]",
             if line.words:
                 line.places += waiting[::-1]
                 break
-        elif token[:1] == "-" and token != "-" and not (is_number(token) and token[1] not in [
-                spec.get("short") for spec in known.values()]):
+        elif token[:2] == "--" or token[:1] == "-" and token != "-" and not (
+                is_number(token) and token[1] not in [s.get("short") for s in known.values()]):
             read_option(token, waiting, known, line)
         elif not line.places and set(line.given) <= set(flags) and "." not in token \
                 and ".".join([*line.words, token]) in prefixes:
@@ -1032,7 +1032,8 @@ def _check_options(call: Call) -> None:
     for wrong, message in (
             (not 1 <= len(options.get("session", "-")) <= 255,
              f"--session and {app.prefix}SESSION_ID take 1 to 255 characters"),
-            (not re.fullmatch("[!-~]{1,255}", options.get("idempotency-key", "-")),
+            ("idempotency-key" in options and not re.fullmatch(
+                "[!-~]{1,255}", options["idempotency-key"]),
              "--idempotency-key takes 1 to 255 visible ASCII characters"),
             ("idempotency-key" in options and (not command or command.is_safe),
              "--idempotency-key needs a mutating or destructive command"),
@@ -2114,7 +2115,7 @@ def expand_argv(app: "App", argv: "Sequence[str]") -> "List[str]":
     """A manifest's argv with {python} and {manifest_dir} filled in, in one pass."""
     values = {"{python}": sys.executable or "python3", "{manifest_dir}": app.folder}
     return [re.sub(r"\{python\}|\{manifest_dir\}", lambda m: values[str(m[0])], element)
-            for element in argv]
+            if "{" in element else element for element in argv]
 
 
 def spawn(program: str, argv: "List[bytes]", environment: "Dict[bytes, bytes]",
