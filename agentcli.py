@@ -804,9 +804,7 @@ class Call:
         self.app, self.argv, self.began = app, list(argv), time.monotonic()
         self.request_id = new_id("cli_")
         self.command: Optional[Command] = None
-        self.words: List[str] = []  # of the command's path, or of a group above it
-        self.tokens: List[str] = []  # what a passthrough command's tool gets
-        self.given: Dict[str, List[Any]] = {}  # options as they are on the command line
+        self.line = CommandLine()  # argv, sorted
         self.options: Json = {}  # global options by name
         self.args: Json = {}  # the command's own flags and positionals by name
         self.operation_id = ""  # of a mutating http command
@@ -969,7 +967,7 @@ def parse(call: Call) -> "Callable[[Call], Outcome]":
     """
     app, line = call.app, read_command_line(call.argv, call.app.commands, call.app.flags)
     command = call.command = app.commands.get(".".join(line.words))
-    call.words, call.tokens, call.given = line.words, line.tokens, line.given
+    call.line = line
     call.timeout = app.timeout_of(command)
     given, setting = dict(line.given), None
     if given.pop("json", None):
@@ -1009,12 +1007,12 @@ def parse(call: Call) -> "Callable[[Call], Outcome]":
 
 
 def _unknown_command(call: Call, extra: "Sequence[str]") -> Failure:
-    group = " ".join(call.words)
+    group = " ".join(call.line.words)
     below = [command.words for command in call.app.commands.values()
              if not group or command.words.startswith(group + " ")]
     if group and not extra:
         return argument_error(f"{group} is a group of commands; call one of: {', '.join(below)}")
-    typed = " ".join(call.words + list(extra))
+    typed = " ".join(call.line.words + list(extra))
     return argument_error(f"There is no command {typed}", context={"commands": below},
                           suggestion=nearest(typed.replace(".", " "), below)
                           or "Call one of: " + ", ".join(below))
@@ -1501,7 +1499,8 @@ def run_journal(call: Call) -> Outcome:
     folder = os.path.join(call.app.state_folder(), "journal")
     # Not the session of the environment: who was killed comes back with a new one.
     limit = limit_of(call)
-    wanted = digest("session", call.given["session"][0]) if "session" in call.given else None
+    session = call.line.given.get("session")
+    wanted = digest("session", session[0]) if session else None
     runs: Dict[str, Json] = {}
     ids: Dict[str, Set[str]] = {}  # of each run, one in each of its places
     told: Set[str] = set()  # the calls and operations whose end a later run has told
@@ -2140,7 +2139,7 @@ def prepare_tool(call: Call) -> Work:
     """Find all that a passthrough command needs before anything is started (REQ-C-031)."""
     app, command = call.app, call.command
     assert command
-    entry, tokens = command.entry, [os.fsencode(token) for token in call.tokens]
+    entry, tokens = command.entry, [os.fsencode(token) for token in call.line.tokens]
     fixed = expand_argv(app, entry["argv"])
     if tokens in ([b"--help"], [b"-h"]) and "help_argv" in entry:
         fixed, tokens = fixed + entry["help_argv"], []
@@ -2800,7 +2799,7 @@ def show_version(call: Call) -> Outcome:
 
 def show_help(call: Call) -> Outcome:
     """Help for the root, a group or a command: to stdout on a terminal, else to stderr."""
-    app, command, words = call.app, call.command, " ".join(call.words)
+    app, command, words = call.app, call.command, " ".join(call.line.words)
     if app.broken:
         call.warn("INVALID_MANIFEST", str(app.broken))
     lines = [f"usage: {app.name} [global options] {words or 'COMMAND PATH'}"]
