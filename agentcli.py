@@ -97,6 +97,7 @@ ENDING_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "
 INPUT_LIMIT = 1 << 20  # bytes of a request's body
 REPLY_LIMIT = 16 << 20  # bytes of a reply's body
 TOKEN_LIMIT = 8192  # bytes of a token
+EFFECTS = ("created", "updated", "deleted", "noop")  # of a mutating command (REQ-C-003)
 KEY_SECONDS = 86400  # how long an idempotency key is remembered
 JOURNAL_DAYS = 30  # after which a journal file that nothing used goes
 LARGEST_RESULT = 65536  # bytes of a declared command's data that the journal keeps for a repeat
@@ -148,6 +149,7 @@ class Outcome:
 
     ran = False  # a tool may have written to the descriptors that agentcli shares with it
     text: "Optional[str]" = None  # what a person reads instead of `data`
+    note = ""  # and what beside it, on stderr
     reply: "Optional[Json]" = None  # an OperationEnvelope, which then is the whole answer
     final = False  # the reply is the service's own, so nothing is added to it
 
@@ -221,7 +223,9 @@ def nearest(word: str, known: "Iterable[str]", cutoff: float = 0.6) -> "Optional
     """A sentence that offers the known names nearest to a mistyped one, or None."""
     import difflib
 
-    near = difflib.get_close_matches(word, list(known), cutoff=cutoff)
+    known = list(known)
+    near = [name for name in known if name.startswith(word)][:3] \
+        or difflib.get_close_matches(word, known, cutoff=cutoff)
     return f"Did you mean {' or '.join(near)}?" if near else None
 
 
@@ -325,11 +329,15 @@ def json_line(document: "Any") -> bytes:
     return text.encode("ascii") + b"\n"
 
 
-def parse_json(data: bytes, huge: bool = False) -> "Any":
+TWICE = object()  # what a key that occurs twice in one object is worth: it breaks every rule
+
+
+def parse_json(data: bytes, huge: bool = False, twice: "Any" = None) -> "Any":
     """One JSON value (RFC 8259) from UTF-8 bytes, strictly. Raises ValueError, saying where.
 
     Refused beyond the grammar: a byte-order mark, NaN and Infinity, a key twice in one object, a
     number too large for a double (huge: but not an integer), and nesting too deep to be read.
+    twice: the value of a key that occurs twice, where that is no error yet.
     """
     text = data.decode("utf-8")
 
@@ -352,9 +360,9 @@ def parse_json(data: bytes, huge: bool = False) -> "Any":
     def unique(pairs: "List[Tuple[str, Any]]") -> "Json":
         found: Json = {}
         for name, value in pairs:
-            if name in found:
+            if name in found and not twice:
                 raise ValueError(f"the key {json.dumps(name)} occurs twice in one object")
-            found[name] = value
+            found[name] = twice if name in found else value
         return found
 
     try:
@@ -539,7 +547,8 @@ _COMMAND_KEYS: "Dict[str, Tuple[str, Rule]]" = {  # the kinds that have the key,
     "env": ("p", (lambda value: isinstance(value, dict) and all(
         _is_strings([name, text]) and name and "=" not in name for name, text in value.items()),
         "an object of strings, no name empty or with a =")),
-    "http": ("h", _OBJECT), "flags": ("hd", _OBJECT), "positionals": ("hd", _LIST)}
+    "http": ("h", _OBJECT), "flags": ("hd", _OBJECT), "positionals": ("hd", _LIST),
+    **dict.fromkeys(("stdout", "stderr", "confirm_flag"), ("", _STRING))}
 _HTTP_KEYS: "Dict[str, Rule]" = {
     "method": _one_of("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD"),
     "path": _like(r"(/([!$-.0-;=@-Z_a-z~]|\{[a-z][a-z0-9_-]*\})*)+",
@@ -567,12 +576,14 @@ def shape_faults(value: "Any", rules: "Dict[str, Rule]",
                  required: "Iterable[str]" = ()) -> "List[str]":
     """What of an object breaks a table of rules, a sentence a breach."""
     if not isinstance(value, dict):
-        return ["must be an object"]
+        return ["the name occurs twice" if value is TWICE else "must be an object"]
     faults = [f'"{key}" is missing; it must be {rules[key][1]}' for key in required
               if key not in value]
     for key, item in value.items():
         if key not in rules:
             faults.append(f'unknown key "{key}". {nearest(str(key), rules) or ""}'.rstrip(". "))
+        elif item is TWICE:
+            faults.append(f'the key "{key}" occurs twice')
         elif not rules[key][0](item):
             faults.append(f'"{key}" must be {rules[key][1]}')
     return faults
@@ -586,9 +597,9 @@ def sound(value: "Json", rules: "Dict[str, Rule]") -> "Json":
 def argument_faults(spec: "Any", rules: "Dict[str, Rule]", *required: str) -> "List[str]":
     """What of one flag's or positional's declaration breaks a rule."""
     faults = shape_faults(spec, rules, ("type", "required", "description", *required))
-    if not faults and (spec["type"] == "enum") != ("enum_values" in spec):
-        faults.append('"enum_values" and the type "enum" need each other')
-    if not faults and "default" in spec:
+    if not faults and spec["type"] == "enum" and "enum_values" not in spec:
+        faults.append('the type "enum" needs "enum_values"')
+    if not faults and spec.get("default") is not None:
         default, kind = spec["default"], spec["type"]
         values = default if kind == "array" else [default] if kind != "boolean" else []
         if type(default) not in _VALUES[kind] or kind == "array" and not _is_strings(default):
@@ -675,7 +686,7 @@ class Command:
             letter = None if found else spec.get("short")
             if not _NAME[0](name):
                 found.append("the name must be lower-case words in kebab-case")
-            if name in app.flags or name in brought:
+            if name in GLOBAL_FLAGS or name in brought:
                 found.append("is a global option's name, or one that agentcli brings")
             if letter and letter in letters:
                 found.append(f'the letter "{letter}" is taken')
@@ -714,10 +725,9 @@ def invalid_manifest(path: str, faults: "Sequence[str]") -> Failure:
 
 
 def find_manifest(given: "Optional[str]") -> str:
-    """The absolute path of the manifest: given, or found beside this file.
+    """The absolute path of the manifest: given, or beside this file, even where there is none.
 
-    Raises Failure (INVALID_MANIFEST) when there is none. Never the current directory: a repository
-    that is only visited must not choose what runs.
+    Never the current directory: a repository that is only visited must not choose what runs.
     """
     if given is not None:
         try:
@@ -729,11 +739,7 @@ def find_manifest(given: "Optional[str]") -> str:
         for folder in beside:
             if os.path.exists(os.path.join(folder, name)):
                 return os.path.join(folder, name)
-    raise invalid_manifest(os.path.join(beside[0], "manifest.json"), [
-        ('there is no manifest. Make one there, such as {"name": "ledger", "commands": {"lint": '
-         '{"description": "Compile a file", "danger_level": "mutating", "arguments": '
-         '"passthrough", "argv": ["{python}", "-m", "py_compile"]}}}, or name one with '
-         "--manifest PATH or AGENTCLI_MANIFEST")])
+    return os.path.join(beside[0], "manifest.json")
 
 
 def load(path: str, app: "Optional[App]" = None) -> "App":
@@ -750,8 +756,14 @@ def load(path: str, app: "Optional[App]" = None) -> "App":
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise OSError(errno.EINVAL, "it is not a regular file")
-            document = parse_json(file.read())
+            document = parse_json(file.read(), twice=TWICE)
         faults += shape_faults(document, _ROOT_KEYS, ("commands",))
+    except FileNotFoundError:
+        faults.append(
+            'there is no manifest. Make one there, such as {"name": "ledger", "commands": {"lint": '
+            '{"description": "Compile a file", "danger_level": "mutating", "arguments": '
+            '"passthrough", "argv": ["{python}", "-m", "py_compile"]}}}, or name one with '
+            "--manifest PATH or AGENTCLI_MANIFEST")
     except OSError as error:
         faults.append(reason_of(error))
     except ValueError as error:  # UnicodeDecodeError and JSONDecodeError among them
@@ -762,7 +774,7 @@ def load(path: str, app: "Optional[App]" = None) -> "App":
     commands = {name: Command(name, entry) for name, entry in declared.items()}
     for name, command in commands.items():
         if not isinstance(declared[name], dict):
-            faults.append(f'command "{name}": must be an object')
+            faults.append(f'command "{name}": {shape_faults(declared[name], {})[0]}')
             continue
         faults += command.faults(app)
         if script and command.kind == "declared":
@@ -809,6 +821,7 @@ class Call:
         self.args: Json = {}  # the command's own flags and positionals by name
         self.operation_id = ""  # of a mutating http command
         self.audit: Optional[AuditLog] = None
+        self.output: Optional[str] = None  # the --output PATH, once nothing is wrong with it
         self.informs = False  # it shows help, the version or a schema, and performs nothing
         self.warnings: List[Json] = []
         self.timeout: float = 0  # seconds; 0 is none
@@ -936,7 +949,7 @@ def convert(text: str, spec: "Json", where: str) -> "Any":
     elif kind == "number":
         value = float(text) if is_number(text) else float("inf")
         must = "a finite decimal number" * (abs(value) == float("inf"))
-    elif kind == "enum" and text not in spec["enum_values"]:
+    if text not in spec.get("enum_values", [text]):
         must = "one of " + ", ".join(spec["enum_values"])
     if not must and "pattern" in spec and not re.search(spec["pattern"], text):
         must = f"text that matches {spec['pattern']} ({spec['description']})"
@@ -972,7 +985,8 @@ def parse(call: Call) -> "Callable[[Call], Outcome]":
     given, setting = dict(line.given), None
     if given.pop("json", None):
         given["format"] = given.get("format", []) + ["json"]
-    if "operation-id" in given:
+    own = command.flags() if command else {}
+    if "operation-id" in given and command and "operation-id" in command.brought():
         given["idempotency-key"] = given.get("idempotency-key", []) + given.pop("operation-id")
     wanted = given.get("format", [app.setting("FORMAT")])
     call.format = "json" if "json" in wanted else "text" if "text" in wanted else call.format
@@ -994,7 +1008,6 @@ def parse(call: Call) -> "Callable[[Call], Outcome]":
     for name in line.late:
         if name in app.flags and (strict or name == "manifest"):
             raise argument_error(f"--{name} goes before the command path")
-    own = command.flags() if command else {}
     chosen = convert_all(given, dict(app.flags, **own))
     call.options = {name: value for name, value in chosen.items() if name in app.flags}
     call.args = {name: value for name, value in chosen.items() if name in own}
@@ -1013,8 +1026,9 @@ def _unknown_command(call: Call, extra: "Sequence[str]") -> Failure:
     if group and not extra:
         return argument_error(f"{group} is a group of commands; call one of: {', '.join(below)}")
     typed = " ".join(call.line.words + list(extra))
+    groups = {" ".join(words.split()[:len(call.line.words) + 1]) for words in below}
     return argument_error(f"There is no command {typed}", context={"commands": below},
-                          suggestion=nearest(typed.replace(".", " "), below)
+                          suggestion=nearest(typed.replace(".", " ").lower(), {*below, *groups})
                           or "Call one of: " + ", ".join(below))
 
 
@@ -1032,7 +1046,7 @@ def _check_options(call: Call) -> None:
              f"--session and {app.prefix}SESSION_ID take 1 to 255 characters"),
             ("idempotency-key" in options and not re.fullmatch(
                 "[!-~]{1,255}", options["idempotency-key"]),
-             "--idempotency-key takes 1 to 255 visible ASCII characters"),
+             "--idempotency-key and --operation-id take 1 to 255 visible ASCII characters"),
             ("idempotency-key" in options and (not command or command.is_safe),
              "--idempotency-key needs a mutating or destructive command"),
             (not 0 <= call.timeout <= LONGEST_TIMEOUT,
@@ -1043,6 +1057,7 @@ def _check_options(call: Call) -> None:
             raise argument_error(message)
     if "output" in options:
         check_output(options["output"])
+        call.output = options["output"]
 
 
 def _check_arguments(call: Call, command: Command, texts: "Sequence[str]") -> None:
@@ -1064,7 +1079,7 @@ def _check_arguments(call: Call, command: Command, texts: "Sequence[str]") -> No
             else:
                 value = convert(text, spec, variable)
                 args[name] = [value] if spec["type"] == "array" else value
-        elif name not in args and "default" in spec:
+        elif name not in args and spec.get("default") is not None:
             args[name] = spec["default"]
     needed = [("--" + name, name, spec) for name, spec in command.flags().items()]
     for shown, name, spec in [(spec["name"], spec["name"], spec) for spec in specs] + needed:
@@ -1250,7 +1265,10 @@ class JournalEntry:
             forget_old_journals(self.folder)
         for name, key, _ in self.places:
             self._open(name)
-            if not take_lock(locks, int(key[:15], 16), self.call.deadline):
+            at, names = int(key[:15], 16), self.key is not None and "rerun" not in self.call.options
+            if names and not take_lock(locks, at, 0):
+                self.latest()  # it may name another call, for which nobody need wait
+            if not take_lock(locks, at, self.call.deadline):
                 raise failure(
                     "IN_PROGRESS", "The same call is still running; it did not end within this "
                     f"call's limit of {self.call.timeout:g} s", retryable=True,
@@ -1276,7 +1294,7 @@ class JournalEntry:
         return record
 
     def _last(self, descriptor: int, key: str) -> "Optional[Json]":
-        records = whole_records(descriptor, b'{"id":"%s"' % key.encode())
+        records = whole_records(descriptor, key.encode())
         return next((record for record in records if record["id"] == key), None)
 
     def write(self, event: str, durable: bool = False, **fields: "Any") -> None:
@@ -1301,7 +1319,7 @@ class JournalEntry:
             fields["error"] = outcome.error and {"code": outcome.error["code"]}
         elif self.call.is_passthrough and outcome.data == {"exit_code": outcome.exit_code}:
             pass  # the exit code tells all
-        elif len(json.dumps([outcome.data, outcome.error])) > LARGEST_RESULT:
+        elif max(len(json.dumps(part)) for part in (outcome.data, outcome.error)) > LARGEST_RESULT:
             error = outcome.error and dict(outcome.error, message=outcome.error["message"][:999])
             fields.update(omitted=True, error=error and {key: error[key] for key in (
                 "code", "message", "retryable")})
@@ -1379,7 +1397,7 @@ def replay(record: "Json") -> Outcome:
                      "again. --rerun before the command path runs it")
     return Outcome(record["exit"], data, error, meta={"idempotency_hit": True,
                                                       "first_run_at": when},
-                   text=None if error else
+                   note="" if error else
                    f"not run again: it ran at {when} and ended well; --rerun runs it")
 
 
@@ -1555,7 +1573,9 @@ def run_journal(call: Call) -> Outcome:
             entries.append({key: value for key, value in entry.items() if value is not None})
     if locks >= 0:
         os.close(locks)  # and with it every lock that this look has taken
-    return Outcome(0, {"entries": entries[:limit][::-1]})
+    return Outcome(0, {"entries": entries[:limit][::-1]}, meta={"pagination": {
+        "total": len(entries), "returned": min(limit, len(entries)),
+        "truncated": len(entries) > limit, "has_more": len(entries) > limit, "next_cursor": None}})
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1669,7 +1689,8 @@ def write_audit_entry(call: Call, outcome: Outcome) -> None:
     if not call.audit or not call.command or call.command.kind == "builtin" or call.informs:
         return
     args = dict(call.args, **{"--" + name if name in call.args else name: value
-                              for name, value in call.options.items() if name != "session"})
+                              for name, value in call.options.items()
+                              if name not in ("session", "format", "manifest")})
     if call.is_passthrough:
         args["argv"] = "[OMITTED]"
     if "input" in args and "input" in call.command.brought():
@@ -1683,8 +1704,9 @@ def write_audit_entry(call: Call, outcome: Outcome) -> None:
         "request_id": call.request_id, "warnings": [w["code"][:64] for w in call.warnings[:64]],
         **({"trace_id": trace[:LONGEST_TRACE]} if trace else {}),
         **({"truncated": True} if trace[LONGEST_TRACE:] or call.warnings[64:] else {})}
-    if "session" in call.options:
-        entry["session_id"] = call.options["session"]
+    session = call.line.given.get("session", [call.app.setting("SESSION_ID")])[0]
+    if session:
+        entry["session_id"] = session[:255]
     for name in sorted(args, key=lambda n: len(json_line(args[n])), reverse=True):
         if len(json_line(entry)) <= LARGEST_ENTRY:
             break
@@ -1710,10 +1732,12 @@ def since(text: str) -> float:
         unit = {"s": 1, "m": 60, "h": 3600, "d": 86400}[span.group(2)]
         return max(0.0, time.time() - int(span.group(1)) * unit)
     try:
-        if not re.fullmatch(r"\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d(\.\d{3}(\d{3})?)?)?"
-                            r"([Zz]|[+-]\d\d:\d\d)?)?", text, re.ASCII):
-            raise ValueError  # newer versions of Python take more forms
-        moment = datetime.datetime.fromisoformat(re.sub("[zZ]$", "+00:00", text))
+        if not re.fullmatch(r"\d{4}-\d\d-\d\d([Tt ]\d\d:\d\d(:\d\d([.,]\d+)?)?"
+                            r"([Zz]|[+-]\d\d:?\d\d)?)?", text, re.ASCII):
+            raise ValueError  # newer versions of Python take more forms, 3.8 takes fewer
+        six = re.sub(r"[.,](\d{1,6})\d*", lambda m: "." + str(m[1]).ljust(6, "0"), text.upper())
+        moment = datetime.datetime.fromisoformat(
+            re.sub(r"([+-]\d\d):?(\d\d)$", r"\1:\2", six.replace("Z", "+0000")))
         if moment.tzinfo is None:
             moment = moment.replace(tzinfo=datetime.timezone.utc)
         return min(max(0.0, moment.timestamp()), 253402300799.0)  # of the years 1970 to 9999
@@ -1781,13 +1805,15 @@ def read_cursor(text: str, filters: str) -> "List[Any]":
 class ProcessTree:
     """A child and all that comes from it, as far as the system can tell.
 
-    Linux shows descent and environment in /proc, so that what left the process group or was
-    orphaned is found by its marker; elsewhere the process group has to do.
+    Linux shows descent, environment and memory in /proc, so that what left the process group or
+    was orphaned is found by its marker, or as a fork of a handler by the page that it shares;
+    elsewhere the process group has to do.
     """
 
-    def __init__(self, pid: int, grouped: bool, marker: str = "") -> None:
+    def __init__(self, pid: int, grouped: bool, marker: str = "", page: str = "") -> None:
         self.pid, self.grouped = pid, grouped  # grouped: the child leads a process group of its own
         self.marker = b"\0" + os.fsencode(marker) if marker else b""  # NAME=VALUE
+        self.page = page.encode()
         self.known: Dict[int, bytes] = {}  # pid: start time, of all that was ever found
 
     def members(self) -> "Dict[int, int]":
@@ -1801,16 +1827,16 @@ class ProcessTree:
         found: Set[int] = set()
         for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
             try:
-                with open(f"/proc/{pid}/stat", "rb") as file:
-                    fields = file.read().rpartition(b")")[2].split()
+                fields = _read_proc(pid, "stat").rpartition(b")")[2].split()
                 # One whose first thread has ended is shown as a zombie, too.
                 if fields[0] in (b"Z", b"X") and int(fields[17]) < 2 or pid == os.getpid():
                     continue
                 parents[pid], groups[pid], starts[pid] = int(fields[1]), int(fields[2]), fields[19]
                 if (pid == self.pid or self.known.get(pid) == fields[19]
-                        or self.grouped and groups[pid] == self.pid or self._is_marked(pid)):
+                        or self.grouped and groups[pid] == self.pid or self._is_marked(pid)
+                        or self.page and self.page in _read_proc(pid, "maps")):
                     found.add(pid)
-            except (OSError, IndexError):  # it has ended meanwhile
+            except IndexError:  # it has ended meanwhile
                 continue
         more = found
         while more:
@@ -1823,12 +1849,9 @@ class ProcessTree:
         """Whether its environment holds the marker; behind it is / for a run within the run."""
         if not self.marker:
             return False
-        try:
-            with open(f"/proc/{pid}/environ", "rb") as file:
-                _, found, rest = (b"\0" + file.read() + b"\0").partition(self.marker)
-            return bool(found) and rest[:1] in behind
-        except OSError:  # it has ended, or is another user's
-            return False
+        environment = b"\0" + _read_proc(pid, "environ") + b"\0"
+        _, found, rest = environment.partition(self.marker)
+        return bool(found) and rest[:1] in behind
 
     def signal(self, signo: int) -> None:
         """Send a signal to the whole tree once: to the group, then to what left it.
@@ -1846,6 +1869,14 @@ class ProcessTree:
     def pass_on(self, signo: int) -> None:
         """Hand over a signal that ends nothing: to the child's group, where it has its own."""
         _send(os.killpg if self.grouped else os.kill, self.pid, signo)
+
+
+def _read_proc(pid: int, name: str) -> bytes:
+    try:
+        with open(f"/proc/{pid}/{name}", "rb") as file:
+            return file.read()
+    except OSError:  # it has ended, or is another user's
+        return b""
 
 
 def _send(kill: "Callable[[int, int], None]", pid: int, signo: int) -> bool:
@@ -1941,6 +1972,8 @@ def supervise(tree: ProcessTree, deadline: "Optional[float]", grace: float = GRA
                 _send(os.kill, tree.pid, signal.SIGKILL)
             elif not theirs or not told:
                 tree.signal(cause or signal.SIGTERM)
+                if cause in signal.sigpending():  # timeout(1) tells its child, and at once its
+                    signal.sigwait({cause})  # group: that is one request, not a second one
             tree.signal(signal.SIGCONT)  # a stopped process cannot end
         else:
             killing, until = True, time.monotonic() + KILL_PATIENCE
@@ -1948,15 +1981,18 @@ def supervise(tree: ProcessTree, deadline: "Optional[float]", grace: float = GRA
 
 
 def run_child(call: Call, journal: "Optional[JournalEntry]", start: "Callable[[bool], int]",
-              child_decides: bool = True) -> "Ending":
-    """Start a child, note its pid in the journal, and wait for it; start takes "own group?"."""
+              page: str = "") -> "Ending":
+    """Start a child, note its pid in the journal, and wait for it.
+
+    start takes "own group?" and returns a pid; page: the name of what a handler's forks share.
+    """
     before_deadline()
     at_terminal = has_terminal()
     pid = start(not at_terminal)
     if journal:
         journal.note("running", pid=pid)
-    return supervise(ProcessTree(pid, not at_terminal, marker_of(call)), call.deadline,
-                     at_terminal=at_terminal, child_decides=child_decides)
+    return supervise(ProcessTree(pid, not at_terminal, marker_of(call), page), call.deadline,
+                     at_terminal=at_terminal, child_decides=not page)
 
 
 def marker_of(call: Call) -> str:
@@ -1985,17 +2021,26 @@ class SharedPage:
     """Memory that a forked child shares with agentcli: one mark and one answer.
 
     Unlike a pipe it needs no reader while the child runs, and unlike a file it leaves nothing on
-    disk. Pages that are not touched cost nothing.
+    disk. Pages that are not touched cost nothing. Its name is seen in whatever is forked of it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         import mmap
 
+        self.name, self.writer = name, 0  # the child's pid
+        descriptor = -1
         try:
-            self.memory = mmap.mmap(-1, PAGE_SIZE)
-        except OSError as error:
-            raise no_child(error) from None
-        self.writer = 0  # the child's pid
+            descriptor = os.memfd_create(name)
+            os.ftruncate(descriptor, PAGE_SIZE)
+            self.memory = mmap.mmap(descriptor, PAGE_SIZE)
+        except (AttributeError, OSError):  # not Linux, or the size of files is limited
+            try:
+                self.memory = mmap.mmap(-1, PAGE_SIZE)
+            except OSError as error:
+                raise no_child(error) from None
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
 
     @property
     def marked(self) -> bool:
@@ -2043,7 +2088,6 @@ def fork_child(call: Call, page: SharedPage, own_group: bool, work: "Callable[[]
     What the function and its children print on stdout goes to stderr. Its process ends however
     the function does: an exception's traceback is on stderr, and the page stays empty.
     """
-    flush_streams()
     try:
         pid = os.fork()
     except OSError as error:
@@ -2152,6 +2196,8 @@ def prepare_tool(call: Call) -> Work:
     environment[variable] = value
     search_path = os.fsdecode(environment.get(b"PATH") or os.fsencode(os.defpath))
     program = find_program(fixed[0], app.folder, search_path)
+    if "/" in fixed[0]:  # some programs look beside themselves: a virtual environment's python
+        argv[0] = os.fsencode(program)
     no_stdin = entry.get("stdin") == "none"
 
     def start(journal: "Optional[JournalEntry]") -> Outcome:
@@ -2218,6 +2264,7 @@ def service_url(app: "App") -> "Any":
     try:
         url = urlsplit(text)
         port = url.port
+        (url.hostname or "").encode("idna")  # as it is looked up
     except ValueError:  # whose text may hold a password
         raise failure("CONFIGURATION_INVALID", f"{named} is no URL") from None
     refuse_setting(named, (
@@ -2264,17 +2311,16 @@ def read_token(app: "App", url: "Any") -> str:
     return line.decode("ascii")
 
 
-def request_target(call: Call, base: "Any") -> str:
-    """The URL that the command's path, positionals and flags make. Raises Failure (ARG_ERROR)."""
+def request_path(call: Call) -> str:
+    """The path and query that positionals and flags make. Raises Failure (ARG_ERROR)."""
     from urllib.parse import quote, urlencode
 
     assert call.command
 
     def fill(match: "Any") -> str:
         text = str(call.args[match.group(1)])
-        if text in ("", ".", "..") or re.search("[\0-\x1f\x7f]", text):
-            raise argument_error(f"{match.group(1)} must not be empty, . or .. or hold control "
-                                 "characters")
+        if text in ("", ".", ".."):
+            raise argument_error(f"{match.group(1)} must not be empty, . or ..")
         return quote(text, safe="")
 
     try:
@@ -2286,14 +2332,15 @@ def request_target(call: Call, base: "Any") -> str:
                           else [call.args[name]]) if value is not False])
     except UnicodeEncodeError:
         raise argument_error("an argument is not valid UTF-8") from None
-    return f"{base.scheme}://{base.netloc}{base.path.rstrip('/')}{path}{query and '?' + query}"
+    return f"{path}{query and '?' + query}"
 
 
 def prepare_request(call: Call) -> Work:
     """Check all that an http command needs before anything is sent: settings, arguments, body."""
     command, url, body = call.command, service_url(call.app), None
     assert command
-    method, target = command.entry["http"]["method"], request_target(call, url)
+    method, path = command.entry["http"]["method"], request_path(call)
+    target = f"{url.scheme}://{url.netloc}{url.path.rstrip('/')}{path}"
     headers = {"Accept": "application/json", "User-Agent": f"agentcli/{VERSION}",
                "X-Request-ID": call.request_id}
     token = read_token(call.app, url)
@@ -2316,7 +2363,8 @@ def prepare_request(call: Call) -> Work:
             headers["Idempotency-Key"] = call.operation_id
         return send_request(call, method, target, headers, body)
 
-    return Work((command.path, method, target, body), start)
+    # Without the base URL: a service that moved keeps what it knows of an operation.
+    return Work((command.path, method, path, body), start)
 
 
 def send_request(call: Call, method: str, target: str, headers: "Dict[str, str]",
@@ -2328,7 +2376,7 @@ def send_request(call: Call, method: str, target: str, headers: "Dict[str, str]"
     """
     before_deadline()
     getattr(sys, "set_int_max_str_digits", int)(0)  # integers of a reply stay exact
-    page = SharedPage()
+    page = SharedPage(call.request_id)
     pid = fork_child(call, page, True, lambda: page.put(
         exchange(call, page, method, target, headers, body)))
     status, cause, _ = supervise(ProcessTree(pid, True), call.deadline, grace=0)
@@ -2355,11 +2403,11 @@ def send_request(call: Call, method: str, target: str, headers: "Dict[str, str]"
     return Outcome(exit_code, error=reply["error"], reply=reply)
 
 
-def lost(call: Call, sent: bool, why: str) -> "Json":
-    """The envelope of a request without a usable reply."""
+def lost(call: Call, sent: bool, why: str, read: "Any" = None) -> "Json":
+    """The envelope of a request without a usable reply; read: what could be read of it."""
     if not sent or not call.operation_id:
         return operation_envelope(
-            call.request_id, "error", None, "dependency_unavailable",
+            call.request_id, "error", read, "dependency_unavailable",
             f"{'No usable reply came' if sent else 'Nothing was sent'}: {why}", True)
     return operation_envelope(
         call.request_id, "partial",
@@ -2509,13 +2557,12 @@ def interpret(call: Call, status: int, received: bytes) -> "Json":
     if isinstance(document, dict) and "status" in document:
         if is_operation_envelope(document):
             return told(document, status, final=True)
-        if "schema_version" in document or "error" in document and document["status"] in (
-                "error", "partial", "needs_clarification"):  # and so it may not pass for success
+        if len(set(document) & set(operation_envelope("", ""))) > 3:  # it may not pass for success
             problem = "the reply breaks the OperationEnvelope's schema"
     if status < 200 or status in (502, 504):
         problem = f"a gateway answered HTTP {status}"
     if problem and (status < 300 or status in (502, 504)):
-        return told(lost(call, True, problem), status)
+        return told(lost(call, True, problem, document), status)
     if status < 300:
         return told(operation_envelope(call.request_id, "ok", document), status)
     code = _CODE_OF_STATUS.get(status, "http_error")
@@ -2558,12 +2605,6 @@ class Context:
 def run_handler(page: SharedPage, handler: "Callable[..., Any]", args: "Json",
                 dry_run: bool) -> None:
     """In the child: call the function; its result, failure or exception becomes the answer."""
-    try:  # PR_SET_CHILD_SUBREAPER: what the handler leaves orphaned stays its descendant
-        import ctypes
-
-        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
-    except (ImportError, OSError, AttributeError):  # not Linux
-        pass
     context = Context(dry_run)
     try:
         data = handler(args, context)
@@ -2586,8 +2627,9 @@ def prepare_handler(call: Call) -> Work:
     if handler is None:
         raise failure("NO_HANDLER", f"No function is bound to {command.words}",
                       fix_required=f'Bind one with @app.handler("{command.path}")')
-    asked, confirmed = args.pop("dry-run", False), args.pop("confirm-destructive", False)
-    preview = asked or command.is_destructive and not confirmed
+    brought = {name: args.pop(name, False) for name in command.brought()}
+    asked = brought.get("dry-run", False)
+    preview = asked or not brought.get("confirm-destructive", True)
 
     def start(journal: "Optional[JournalEntry]") -> Outcome:
         outcome = in_child(call, journal, lambda page: run_handler(page, handler, args, preview))
@@ -2598,7 +2640,7 @@ def prepare_handler(call: Call) -> Work:
         if preview:
             outcome.meta["dry_run"] = True
         elif outcome.exit_code == 0 and not command.is_safe and not (
-                isinstance(outcome.data, dict) and "effect" in outcome.data):
+                isinstance(outcome.data, dict) and outcome.data.get("effect") in EFFECTS):
             call.warn("EFFECT_MISSING", "A mutating command's handler should return its effect: "
                       "created, updated, deleted or noop")
         return outcome
@@ -2610,9 +2652,9 @@ def prepare_handler(call: Call) -> Work:
 def in_child(call: Call, journal: "Optional[JournalEntry]",
              work: "Callable[[SharedPage], None]") -> Outcome:
     """Run a function in a forked child under the wait loop, and tell how it ended."""
-    page = SharedPage()
+    page = SharedPage(call.request_id)
     ending = run_child(call, journal, lambda own_group: fork_child(
-        call, page, own_group, lambda: work(page)), child_decides=False)
+        call, page, own_group, lambda: work(page)), page.name)
     answer, status = page.answer(), ending[0] or 0
     if ending[1] is not None:
         return tell_ending(call, ending, "handler")
@@ -2831,7 +2873,7 @@ def _flag_row(name: str, spec: "Json") -> "Tuple[str, str]":
         spec["type"], " " + spec["type"].upper())
     short = f"-{spec['short']}, " if "short" in spec else ""
     more = " (required)" * spec["required"] \
-        + (f" (default: {json.dumps(spec['default'])})" if "default" in spec else "")
+        + (f" (default: {json.dumps(spec['default'])})" if spec.get("default") is not None else "")
     return f"{short}--{name}{value}", spec["description"] + more
 
 
@@ -2923,15 +2965,18 @@ class App:
         """A command's time limit in seconds, unless the call sets another; 0 for none."""
         if command is None:
             return 0
-        root = TIMEOUTS[command.kind] if self.timeout is None else self.timeout
-        return float(command.entry.get("timeout", root))
+        usual: float = TIMEOUTS[command.kind]
+        if self.timeout is not None and command.kind != "builtin":
+            usual = self.timeout
+        return float(command.entry.get("timeout", usual))
 
     def register(self, path: str, **entry: "Any") -> None:
         """Add a command; path is dotted ("task.add"), entry is what a manifest entry holds.
 
         Raises RegistrationError with every rule that it breaks.
         """
-        command = Command(str(path), entry)
+        path = str(path)
+        command = Command(path, entry)
         faults = command.faults(self) + path_faults(dict(self.commands, **{path: command}))
         if path in self.commands:
             faults.append(f'command "{path}": it is registered already')
@@ -2963,6 +3008,7 @@ class App:
         signals are blocked in this thread.
         """
         hold_closed_descriptors()
+        flush_streams()  # what a program printed stays before the envelope, and out of a fork
         call = Call(self, sys.argv[1:] if argv is None else argv)
         if self.notice:
             call.warn("EXAMPLE_MANIFEST", self.notice)
@@ -2985,7 +3031,7 @@ class App:
         try:
             return report(call, answer(call))
         except Exception:  # noqa: BLE001  # a second try, without all that may have failed
-            call.audit, call.options = None, {}
+            call.audit = call.output = None
             return report(call, internal_error())
         finally:
             getattr(sys, "set_int_max_str_digits", int)(digits)
@@ -2994,7 +3040,13 @@ class App:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def main(self, argv: "Optional[Sequence[str]]" = None) -> "NoReturn":
-        """Answer one command line and end the process with its exit code."""
+        """Answer one command line and end the process with its exit code.
+
+        Raises SystemExit alone, with signals blocked for good: one that comes when the answer is
+        told no longer changes the exit code.
+        """
+        if hasattr(signal, "pthread_sigmask"):
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         sys.exit(self.run(argv))
 
 
@@ -3037,6 +3089,8 @@ def report(call: Call, outcome: Outcome) -> int:
     error, is_http = outcome.error or {}, call.command and call.command.kind == "http"
     sentence = ". ".join(error[key] for key in ("message", "suggestion", "fix_required")
                          if isinstance(error.get(key), str))
+    if str(error.get("operation_id")) not in sentence and error.get("operation_id"):
+        sentence += f" (operation {error['operation_id']})"
     if is_http and error and outcome.reply is None:
         code = _OPERATION_CODE.get(error["code"], error["code"].lower())
         outcome.reply = operation_envelope(call.request_id, "error", None, code, sentence,
@@ -3044,16 +3098,15 @@ def report(call: Call, outcome: Outcome) -> int:
         outcome.exit_code = _EXIT_OF_CODE.get(code, outcome.exit_code)
     early = error.get("code") in _BEFORE_THE_TOOL
     on_stderr = call.is_passthrough and not early and not call.informs
-    main, fresh = 2 if on_stderr else 1, b"\n" * outcome.ran  # others may have left half a line
+    main = 2 if on_stderr else 1
     stopped = error.get("code") in ("TIMEOUT", "CANCELLED")
     write_audit_entry(call, outcome)
     line, lines = envelope_line(call, outcome), []
-    if "output" in call.options and not early:
+    if call.output:
         try:
-            write_output(call.options["output"], line)
+            write_output(call.output, line)
         except OSError as wrong:
-            call.warn("OUTPUT_UNAVAILABLE", f"--output {call.options['output']}: "
-                      f"{reason_of(wrong)}")
+            call.warn("OUTPUT_UNAVAILABLE", f"--output {call.output}: {reason_of(wrong)}")
             line = envelope_line(call, outcome)
     if call.format == "json":
         failed = write_all(main, b"\n" * on_stderr + line, stopped)
@@ -3062,18 +3115,23 @@ def report(call: Call, outcome: Outcome) -> int:
         lines = list(call.warnings) if outcome.final else []
     else:
         data = outcome.data if outcome.reply is None else outcome.reply["data"]
-        text = outcome.text and f"{call.app.name}: {outcome.text}" * on_stderr or outcome.text
+        text = outcome.text
         if text is None and data is not None and not on_stderr:
             text = readable(data)
-        if text is not None and not (error and on_stderr):
-            write_all(main, text.encode("utf-8", "backslashreplace") + b"\n")
+        if text is not None:
+            write_all(1, text.encode("utf-8", "backslashreplace") + b"\n")
         lines = call.warnings + (outcome.reply["warnings"] if outcome.final and outcome.reply
                                  else [])
     told = [f"warning: {warning['message']}" for warning in lines]
-    told += [sentence] if error and call.format == "text" else []
+    if call.format == "text":
+        told += [sentence] * bool(error) + [outcome.note] * bool(outcome.note)
+        if outcome.exit_code and outcome.reply and not told:
+            told = [f"the service's answer is {outcome.reply['status']}, not finished or not whole"]
     if told:
         text = "".join(f"{call.app.name}: {printable(line)}\n" for line in told)
-        write_all(2, fresh + text.encode("utf-8", "backslashreplace"), stopped)
+        if outcome.ran and error.get("code") != "DELEGATED_EXIT" and os.isatty(2):
+            text = "\n" + text  # behind the ^C that the terminal shows, or half a line
+        write_all(2, text.encode("utf-8", "backslashreplace"), stopped)
     return outcome.exit_code
 
 
@@ -3104,9 +3162,12 @@ def printable(text: str) -> str:
 
 def check_output(path: str) -> None:
     """Refuse an --output PATH that could not be written after the run, before anything starts."""
-    if path[-1:] in ("", "/") or "\0" in path or os.path.isdir(path):
+    try:
+        place = os.path.dirname(os.path.realpath(path))
+    except (OSError, ValueError):  # relative to a folder that was deleted, or with a NUL
+        place = ""
+    if path[-1:] in ("", "/") or not place or os.path.isdir(path):
         raise argument_error(f"--output {path!r} is not the path of a file")
-    place = os.path.dirname(os.path.realpath(path))
     if not os.path.isdir(place):
         raise argument_error(f"--output {path}: there is no folder {place}; create it first")
     if os.path.exists(path) and not os.path.isfile(path):
@@ -3169,8 +3230,6 @@ def main(argv: "Optional[Sequence[str]]" = None) -> int:
         if given is None and path.endswith(".example.json"):
             app.notice = f"{path} is only the example; make a manifest.json beside it"
         load(path, app)
-    except Failure as missing:
-        app.broken = missing
     except Exception:  # noqa: BLE001  # then, too, every call is answered
         app.broken = internal_error()
     return app.run(argv)

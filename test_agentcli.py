@@ -332,8 +332,8 @@ DECLARED = {"arguments": ..., "argv": ...}
 HTTP = dict(DECLARED, http={"method": "GET", "path": "/v1/{thing}"})
 REFUSED = (  # the fields that make an entry refused, and what the fault names
     ({"flags": {"x": FLAG}}, "flags"), ({"positionals": [dict(FLAG, name="x")]}, "positionals"),
-    ({"option_placement": "any"}, "option_placement"), ({"confirm_flag": "yes"}, "confirm_flag"),
-    ({"stderr": "child_log"}, "stderr"), ({"stdout": "protocol"}, "stdout"),
+    ({"option_placement": "any"}, "option_placement"), ({"confirm_flag": "yes"}, 'not.*"confirm_f'),
+    ({"stderr": "child_log"}, 'not declare "stderr"'), ({"stdout": "protocol"}, 'declare "stdout"'),
     ({"danger_level": "destructive"}, "destructive"), ({"tiemout": 3}, "tiemout.*timeout"),
     ({"argv": ...}, "argv"), ({"argv": []}, "argv"), ({"argv": "tool"}, "argv"),
     ({"argv": [1]}, "argv"), ({"argv": [""]}, "argv"), ({"argv": ["a\0"]}, "argv"),
@@ -381,9 +381,23 @@ class RegistrationTest(Case):
         os.mkfifo(self.dir / "fifo")
         with open(os.open(self.dir / "fifo", os.O_RDWR), "wb", buffering=0) as fifo:
             fifo.write((self.dir / "manifest.json").read_bytes())
-            for path in ".", "fifo", "missing.json":
-                r = self.call("--manifest", path, "sh", "echo ran")
-                self.ends(r, 2, "INVALID_MANIFEST")
+            for path, says in (".", "directory"), ("fifo", "regular"), ("gone", "gone.*Make one"):
+                e = self.ends(self.call("--manifest", path, "sh", "ls"), 2, "INVALID_MANIFEST")
+                self.assertRegex(e["error"]["message"], says)
+
+    def test_a_key_that_occurs_twice_is_one_fault_of_its_command_among_others(self):
+        flags = '"flags": {"aa": {"type": "string", "type": "array"}, "bb": 1, "bb": 1}'
+        tool = '"arguments": "passthrough", '
+        bad = {"one": tool + '"argv": ["a"], "argv": "b"', "two": tool + '"env": {"A": 1, "A": 2}',
+               "three": flags + ', "http": {"method": "GET", "method": "PUT"}', "four": '"argv": 1'}
+        text = ", ".join(f'"{name}": {{{entry}}}' for name, entry in bad.items())
+        self.write("manifest.json", (f'{{"commands": {{{text}, "five": {{}}, "five": {{}}}}, '
+                                     '"name": "a", "name": "b"}').encode())
+        faults = self.ends(self.call("sh"), 2, "INVALID_MANIFEST")["error"]["context"]["faults"]
+        for says in ('"one": the key "argv" occurs twice', '"two":.*"env"', '"name" occurs twice',
+                     '"three": flag "aa".*"type" occurs twice', '"three": flag "bb".*twice',
+                     '"three": "http".*"method" occurs twice', '"four":.*"argv"', '"five".*twice'):
+            self.assertRegex("\n".join(faults), says)
 
     def test_a_broken_manifest_stops_everything_but_help_and_version(self):
         self.save(root={"nonsense": 1})
@@ -433,6 +447,9 @@ class RegistrationTest(Case):
             r = self.call(name, env={"PATH": path}, cwd=self.dir / "visited")
             self.ends(r, *([0] if found else [4, "TOOL_NOT_FOUND"]))
             self.assertEqual(r.out, b"bin/tool\n" * found)
+        os.symlink(shutil.which("sh"), self.dir / "bin/link")  # a venv's python looks beside itself
+        self.save(link=self.entry("./bin/link", "-c", 'echo "$0"'))
+        self.assertEqual(self.call("link", cwd="/").out.decode(), f"{self.dir}/./bin/link\n")
 
     def test_the_environment_gains_env_and_one_marker(self):
         self.save(env=self.entry("env", env={"ADDED": "1", "LANG": "C", "EMPTY": ""}))
@@ -505,6 +522,7 @@ class CommandLineTest(Case):
 
     def test_the_nearest_names_are_suggested(self):
         rows = {"shwo": "show", "task shwo": "task show", "manifset": "manifest",
+                "--ses s sh": "--session", "tsak show": "task", "TASK show": "task",
                 "--fromat json sh": "--format", "manifest --etga x": "--etag"}
         for near, r in zip(rows.values(), self.calls(*map(str.split, rows))):
             self.assertIn(near, self.ends(r, 2, "ARG_ERROR")["error"]["suggestion"])
@@ -569,6 +587,13 @@ class OutputTest(Case):
         rows = ["--bogus", "sh"], ["nope"], ["task"], ["--version"], ["--help"]
         self.calls(*[["--output", "env.json", *row] for row in rows])
         self.assertEqual((self.dir / "env.json").read_bytes(), b"old")
+
+    def test_a_fault_that_is_not_of_the_options_is_in_the_file_too(self):
+        self.save(post=POST)
+        for args in (["post"], ["post", "me", "--input=gone"], ["journal", "--limit=0"]):
+            r = self.call("--output=env.json", *args)
+            self.assertEqual((r.code, r.out), (2, (self.dir / "env.json").read_bytes()), args)
+            os.unlink(self.dir / "env.json")
 
     def test_a_folder_is_no_file(self):
         for path in "missing/", "manifest.json/":
@@ -816,6 +841,16 @@ while time.monotonic() < seen + 0.5: signal.sigtimedwait([], 0.1)"""), "15")
         p.terminate()
         r = self.end(p)
         self.assertEqual((r.code, r.out), (143, b"got 15\n"))
+
+    @unittest.skipUnless(shutil.which("timeout"), "no timeout(1)")
+    def test_a_signal_that_is_sent_to_it_and_at_once_to_its_group_is_one(self):
+        tool = "import signal as s, time; s.signal(15, lambda *_: 0); s.pause(); time.sleep(0.3)"
+        for _ in range(5):
+            p = subprocess.run(["timeout", "1", sys.executable, AGENTCLI, "py",
+                                tool + "; print('tidied')"],
+                               env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               stdin=subprocess.DEVNULL, cwd=self.dir, check=False)
+            self.assertEqual((p.returncode, p.stdout), (124, b"tidied\n"), p)
 
     def test_a_second_signal_kills_at_once(self):
         p, _ = self.ready("py", CATCH, "15")
@@ -1142,6 +1177,20 @@ class JournalTest(StoreCase):
                       env={"LEDGER_SESSION_ID": session})
         self.does("replayed", "add", "")  # it was a call of its session too
 
+    def test_a_key_that_names_another_call_is_told_while_that_one_runs(self):
+        p, _ = self.hold("--idempotency-key=k", "add", LONG)
+        self.does("IDEMPOTENCY_CONFLICT", "--idempotency-key=k", "add", "")
+        self.write("done", b"")
+        p.kill()
+
+    def test_records_are_found_however_their_json_is_spaced(self):
+        self.does("ran", "add", "exit 3")
+        for file in self.journal.glob("*.jsonl"):
+            lines = [json.loads(line) for line in file.read_bytes().splitlines()]
+            file.write_bytes(b"".join(json.dumps(dict(sorted(line.items())), indent=None).encode()
+                                      + b"\n" for line in lines))
+        self.does("replayed", "add", "exit 3")
+
     def test_a_redirected_file_belongs_to_the_call(self):
         def cat(skip=0, grow=b"", mtime=5):
             with open(self.dir / "in", "ab+", buffering=0) as f:
@@ -1369,6 +1418,11 @@ class JournalTest(StoreCase):
 
 
 class JournalCommandTest(StoreCase):
+    def test_it_says_when_there_is_more(self):
+        self.calls(*(["add", str(n)] for n in range(3)))
+        page = self.call("journal", "--limit=2").on_stdout["meta"]["pagination"]
+        self.assertEqual((page["total"], page["returned"], page["truncated"]), (3, 2, True))
+
     def test_it_tells_what_was_started_and_how_it_ended(self):
         self.assertEqual(self.entries(), [])
         self.does("ran replayed", "add", "exit 3")
@@ -1462,6 +1516,12 @@ class AuditLogTest(StoreCase):
         self.assertEqual([e["args"] for e in found], [
             {"argv": "[OMITTED]", "timeout": 7, "rerun": True}, *[{"argv": "[OMITTED]"}] * 3,
             {"who": "me", "aa": "z", "input": "[OMITTED]"}])
+        self.log.unlink()
+        self.calls(["--format=json", "--manifest=manifest.json", "add"], ["--bogus", "add"],
+                   ["--session", "x" * 99999, "add"], ["--format=x", "post", "me"])
+        for e in self.entries():
+            self.assertEqual((e["args"].pop("argv", "[OMITTED]"), e["args"]), ("[OMITTED]", {}))
+            self.assertIn(e["session_id"], ("s", "x" * 255))
 
     def test_an_entry_is_at_most_16_kib_its_largest_arguments_going_first(self):
         wide = "\U0001f600"
@@ -1546,7 +1606,8 @@ class AuditLogTest(StoreCase):
                 ("bclde", "--since=2h"), ("abcld", "--since=7d", "--command=task.show"),
                 ("de", f"--since={iso(300)}Z"), ("de", f"--since={iso(-6900)}+02:00"),
                 ("cde", "--since=" + iso(590)), ("", "--since=2099-01-01"), ("de", "--limit=2"),
-                ("", "--since=9999-12-31T23:59:59-14:00"),
+                ("", "--since=9999-12-31T23:59:59-14:00"), ("de", f"--since={iso(300)},5Z"),
+                ("de", f"--since={iso(-6900)}.123456789+0200"), ("de", f"--since={iso(9300)}-0230"),
                 ("e", "--command=sh"), ("d", "--limit=1", "--command=task show"),
                 ("b", "--limit=1", "--trace-id=b"), ("", "--trace-id=no")):
             with self.subTest(args):
@@ -1753,7 +1814,7 @@ class InputTest(HttpCase):
                 (["task", "add", '{"title": "x"}'], "add"), (add + ["--title", "x"], "--title"),
                 (["task", "list", "--operation-id", "x"], "operation-id"),
                 *((["operation", "get", text], "operation_id|UTF-8") for text in (
-                    "", ".", "..", "a\nb", "a\rb", "\x7f", b"\xff")),
+                    "", ".", "..", b"\xff")),
                 *((add + ["--operation-id", text], "operation-id|idempotency-key") for text in (
                     "", "a b", "a\r", "a\nX-Evil: 1", "\u00e9", "x" * 256))]
         for (_, says), answer in zip(rows, self.calls(*(args for args, _ in rows))):
@@ -1765,6 +1826,7 @@ class InputTest(HttpCase):
         env = {"LEDGER_BASE_URL": self.service.url + "/api/"}
         for args, target in (
                 (["operation", "get", "a/b ?#%&\u00e9~"], "operations/a%2Fb%20%3F%23%25%26%C3%A9~"),
+                (["operation", "get", "a\r\nb\x7f"], "operations/a%0D%0Ab%7F"),
                 (["operation", "get", "--", "-x"], "operations/-x"), (["task", "list"], "tasks"),
                 (["task", "list", "--done", "--tag", "a&b", "--text=\u00e9 +", "--tag=c"],
                  "tasks?text=%C3%A9+%2B&tag=a%26b&tag=c&done=true")):
@@ -1826,6 +1888,16 @@ class ReplyTest(HttpCase):
                       {"status": "error", "error": dict(w, code="Not Found", retryable=False)}):
             self.service.reply = reply(200, dict(operation(), **wrong))
             self.unknown(self.add(), self.service)
+            e = self.told(self.call("task", "list"), UNAVAILABLE)
+            self.assertEqual(e["data"], dict(operation(), **wrong))
+            self.took()
+
+    def test_a_resource_that_has_a_status_or_an_error_of_its_own_is_data(self):
+        for data in ({"id": 3, "status": "error", "error": "full"}, {"status": "ok", "data": 1},
+                     {"status": "partial", "error": None}, {"schema_version": 3, "status": "done"}):
+            self.service.reply = reply(200, data)
+            self.assertEqual(self.told(self.add())["data"], data)
+            self.took()
 
     def test_a_refusal_that_comes_while_the_body_is_being_sent_is_read(self):
         for pem, then in (None, b""), (None, None), (self.pem, None):
@@ -1896,6 +1968,16 @@ class ReplyTest(HttpCase):
             self.assertRegex(answer.out, out)
             self.assertRegex(answer.err, rb"\A%s\Z" % err)
             self.assertNotRegex(answer.out + answer.err, b"\x1b|request_id")
+        lost = operation("error", "operation_unknown", "uncertain")
+        lost["error"]["operation_id"] = "op_zz"
+        for code, data, says in ((6, reply(200, operation("partial")), b"partial"),
+                                 (3, reply(200, operation("needs_clarification")), b"needs_clar"),
+                                 (6, reply(202, operation()), b"202|not finished"),
+                                 (6, reply(200, lost), b"uncertain.*op_zz")):
+            self.service.reply = data
+            answer = self.end(self.add("--format", "text"))
+            self.assertRegex(answer.err, rb"\Aledger: [^\n]*(%s)[^\n]*\n\Z" % says)
+            self.assertEqual(answer.code, code)
 
     def test_a_reader_that_left_gets_no_traceback_and_the_exit_code_stands(self):
         p = self.add()
@@ -1998,6 +2080,10 @@ class UncertainTest(HttpCase):
             self.told(self.add(*args.split(), body=body), UNKNOWN)
             names.append(self.took()[1][0])
         self.assertEqual((names[0], len(set(names))), (names[1], 5))
+        moved = Service(self, reply(200, operation()))  # to another port, as after a restart
+        self.told(self.add("--session=a", "--rerun", body=b"3"), UNKNOWN)
+        self.told(self.add("--session=a", body=b"3", env=moved.env))
+        self.assertEqual(self.took()[1][0], self.took(moved)[1][0])
 
     def test_an_operation_stays_in_doubt_though_a_rerun_sent_another_one(self):
         self.service.reply = b"HTTP/1.1 200"
@@ -2042,7 +2128,8 @@ class TokenTest(HttpCase):
                 *({"LEDGER_BASE_URL": url} for url in (
                     "ftp://h", "//h", "h:80", "http://", "http://:80", "http://u@h", "http://[::1",
                     "http://u:secret@h", "http://h?q=1", "http://h#f", "http://h:0", "http://h:x",
-                    "", "http://h:99999", "http://a b", "http://h/\u00e9", "http://h/\r\nX: y")),
+                    "", "http://h:99999", "http://a b", "http://h/\u00e9", "http://h/\r\nX: y",
+                    "http://a..b", "http://%s.test" % ("a" * 64))),
                 *(dict(self.service.env, LEDGER_TOKEN_FILE=str(path)) for path in paths),
                 dict(self.token, LEDGER_BASE_URL="http://h.invalid", http_proxy=self.service.url))]:
             answer = self.end(p)
@@ -2227,7 +2314,7 @@ for expression in {[*rows]!r}:
             return dict(FLAG, type=kind, **more)
         ab, low = one(name="ab"), {"enum_values": ["low"]}
         rows = [{"flags": {"ab": spec}} for spec in (
-            one("text"), one(shrot="a"), one("enum"), one(short="V"), one(short="ab"), one(**low),
+            one("text"), one(shrot="a"), one("enum"), one(short="V"), one(short="ab"),
             one(pattern="["), one(env_vars=["A"]), one(default=5), one("integer", default="5"),
             one("boolean", default="no"), one("array", default="x"), {"type": "string"},
             one("enum", default="x", **low), one(pattern="^a$", default="b"))]
@@ -2236,7 +2323,7 @@ for expression in {[*rows]!r}:
             one("array", default=["x"], pattern="^y"), one("integer", default=7, pattern="^5"),
             one(env_vars=[{"name": "A", "x": 1}]))]
         rows += [{"flags": dict.fromkeys(names, one(short="a"))} for names in (
-            ["ab", "cd"], ["output"], ["dry-run"], ["A_b"])]
+            ["ab", "cd"], ["output"], ["manifest"], ["dry-run"], ["A_b"])]
         rows += [{"positionals": places, "flags": {"cd": one()}} for places in (
             [one()], [dict(ab, type="array")], [ab, ab], [one(name="cd")],
             [ab, dict(ab, name="b", required=True)])]
@@ -2244,6 +2331,30 @@ for expression in {[*rows]!r}:
         rows = [repr(row).replace("nan", nan) for row in rows]
         self.refused({f"app.register('bad', description='X', danger_level='destructive', **{row})":
                       '"bad".*(flag|positional)' for row in rows})
+
+    def test_what_agentcli_brings_to_some_commands_is_a_flag_like_others_for_the_rest(self):
+        out = self.python("""from app import app, command, flag
+for danger in "safe", "mutating":
+    command("own-" + danger, danger, flags={name: flag("string", default=name) for name in (
+        "operation-id", "dry-run", "confirm-destructive", "input")})(
+            lambda args, ctx: dict(args, dry=ctx.dry_run))
+    app.run(["own-" + danger, "--operation-id", "x", "--dry-run=v"])""")
+        for e in map(json.loads, out.splitlines()):
+            self.assertEqual((e["data"], e["meta"].get("dry_run")), ({
+                "operation-id": "x", "dry-run": "v", "input": "input", "dry": False,
+                "confirm-destructive": "confirm-destructive"}, None))
+
+    def test_what_the_schema_of_flags_allows_is_taken(self):
+        out = self.python("""from app import app, command, flag
+command("odd", flags={"none": flag("string", default=None), "few": flag(
+    "array", enum_values=["a", "b"])})(lambda args, ctx: args)
+print([app.run(["odd", *more]) for more in ([], ["--few=a", "--few=b"], ["--few=c"])])""")
+        self.assertRegex(out, r'(?s)"data": \{\}.*"few": \["a", "b"\].*one of a, b.*\[0, 0, 2\]')
+
+    def test_what_a_program_printed_stays_before_the_envelope(self):
+        out = self.python("""from app import app
+for argv in ["--version"], ["put"], ["nope"], ["journal"]: print("before"); app.run(argv)""")
+        self.assertRegex(out, r"\A(before\n\{.*\}\n){4}\Z")
 
     def test_two_apps_in_one_process_share_nothing(self):
         out = self.python("""from app import app
@@ -2314,10 +2425,11 @@ bad = agentcli.load("bad.json")
 bad.handler("a")(print)
 bad.register("svc", description="x", danger_level="safe", http={"method": "GET", "path": "/"})
 print([bad.run(argv) for argv in (["a"], ["--version"], ["svc"], ["journal"])])""")
-        self.assertRegex(out, r'(?s)"name": "ledger"\}.*NO_HANDLER.*\ntask\n\{.*"INVALID_MANI'
-                              r'.*\}\n\{.*"INVALID_MANI.*nmae.*name.*"a\\".*descrip.*\}\n'
+        self.assertRegex(out, r'(?s)"name": "ledger"\}.*NO_HANDLER.*\ntask\n\[0, 4, 0\]\n\{'
+                              r'.*"INVALID_MANI.*\}\n2\n'
+                              r'\{.*"INVALID_MANI.*nmae.*name.*"a\\".*descrip.*\}\n'
                               r'\{"ok": true.*\n\{"schema_version": 1.*\n\{"ok": false.*'
-                              r'\[0, 4, 0\]\n2\n\[2, 0, 2, 2\]')
+                              r'\[2, 0, 2, 2\]')
 
     def test_every_public_name_has_a_docstring_and_annotations(self):
         self.assertEqual(self.python("""from inspect import isfunction, signature
@@ -2462,6 +2574,15 @@ class HandlerTest(AppCase):
         self.assertRegex(self.err, rb"\A123.*\n4\n5\n\Z")
         self.assertEqual(e["warnings"], [{"code": "SIX", "message": "s"}])
         self.assertIn("effect", str(bare["warnings"]))
+        for body in 'return {"effect": "banana"}', 'return {"effect": None}', "return []":
+            e, = self.wild(body)
+            self.assertEqual([w["code"] for w in e["warnings"]], ["EFFECT_MISSING"])
+
+    def test_its_own_failure_goes_to_the_output_file_whatever_its_code(self):
+        for code in "ARG_ERROR", "INVALID_MANIFEST", "OWN":
+            body = f"raise agentcli.Failure(2, '{code}', 'bad')"
+            e, = self.tell(["--output", f"{code}.json", "wild", body])
+            self.assertEqual(json.loads((self.dir / f"{code}.json").read_bytes()), e)
 
     def test_descriptors_that_the_caller_closed_change_no_answer(self):
         for closed in {0}, {2}, {0, 2}:
@@ -2517,7 +2638,9 @@ class HandlerTest(AppCase):
             f"signal.signal(15, print)\n{say}; all(itertools.repeat(1))": term,  # one C call
             f"try: {say}; {sleep}\nexcept BaseException: pass{WELL}": signal.SIGINT,
             f"if not os.fork():\n os.setsid()\n if not os.fork(): os.closerange(0, 9); {sleep}\n"
-            f" {say}\n os._exit(0)\nos.wait(); {sleep}": term}  # an orphan in its session
+            f" {say}\n os._exit(0)\nos.wait(); {sleep}": term,  # an orphan in its session
+            "if not os.fork():\n os.setsid(); signal.signal(15, signal.SIG_IGN)\n"  # or not yet one
+            f" {say}; time.sleep(0.2)\n if os.fork(): os._exit(0)\n {sleep}\n{sleep}": term}
         calls = [(self.start("--timeout=3", "wild", body, run=PROGRAM), None) for body in bodies]
         for body, number in bodies.items():
             calls.append((self.start("wild", body, run=PROGRAM), number))
@@ -2529,6 +2652,15 @@ class HandlerTest(AppCase):
             self.assertEqual(e["data"], {"partial": True})
         self.gone()
 
+    def test_signals_that_come_while_the_answer_is_told_do_not_change_the_exit_code(self):
+        for number in signal.SIGTERM, signal.SIGINT, signal.SIGHUP:
+            p = self.start("wild", "print('ready', flush=True); time.sleep(300)", run=PROGRAM)
+            read_to(p.stderr.fileno(), b"ready\n")
+            while p.poll() is None:
+                p.send_signal(number)
+                time.sleep(0.001)
+            self.assertEqual(end(self.end(p).on_stdout), (128 + number, "CANCELLED"))
+
     def test_ctrl_c_on_a_terminal_ends_it(self):
         app = ("/bin/sh", "-c", 'python=$1; shift 2; exec "$python" -c "$0" "$@"', PROGRAM[1])
         t = Terminal(self, "--json", "wild", "print('ready'); time.sleep(300)", wrap=app)
@@ -2537,13 +2669,14 @@ class HandlerTest(AppCase):
         self.assertEqual(end(t.end().on_stderr), (130, "CANCELLED"))
 
     def test_a_repeat_in_a_session_or_with_a_key_returns_the_data_and_does_nothing(self):
-        put, key = "--session s put a 6", "--idempotency-key k put "
-        less, more, fail = put + "5000", put + "6000", ["--session", "s", "wild", "raise SHUT"]
+        most = 65536 - len(json.dumps({"effect": "created", "kept": ""}))
+        put, key = "--session s put a %d", "--idempotency-key k put "
+        less, more, fail = put % most, put % (most + 1), ["--session", "s", "wild", "raise SHUT"]
         rows = self.tell(less, less, less + " --rerun", "put a", "--session t put a", key + "a",
                          key + "a --session u", key + "b", more, more, fail, fail)
         self.assertEqual([e["data"]["effect"] for e in rows[:7]], [
             "created", "noop", "created", "created", "created", "created", "noop"])
-        self.assertEqual(rows[1]["data"]["kept"], "x" * 65000)
+        self.assertEqual(rows[1]["data"]["kept"], "x" * most)
         self.assertIs(rows[1]["meta"]["idempotency_hit"], True)
         self.assertEqual([end(e) for e in rows[7:]], [  # over 64 KiB are not kept
             (6, "IDEMPOTENCY_CONFLICT"), (0, None), (3, "OUTCOME_UNKNOWN"), *[(7, "SHUT")] * 2])
@@ -2564,6 +2697,12 @@ class HandlerTest(AppCase):
         r = self.call(MANY, ascii(lines), run=["-c"])
         self.assertEqual((r.out.count(b"\n7\n"), r.out.count(b"well")), (2, 0), r.out)
         self.assertIn(b"--rerun", r.err)
+
+    def test_a_repeat_as_text_prints_the_data_and_says_so_beside_it(self):
+        lines = [["--session=s", "--format=text", "put", "x", "2"]] * 2
+        r = self.call(MANY, ascii(lines), run=["-c"])
+        self.assertRegex(r.out, rb'(?s)\A\{.*"created".*"xx".*\n0\n\{.*"noop".*\}\n0\n\Z')
+        self.assertRegex(r.err, rb"\Aledger: not run again.*--rerun[^\n]*\n\Z")
 
     def test_a_large_failure_is_told_as_one_that_ended(self):
         body = "raise agentcli.Failure(5, 'BAD', 'm', context={'x': 'y' * 1500000})"
@@ -2818,11 +2957,12 @@ class MendedTest(HttpCase):
         p = subprocess.run(["sh", "-c", close], env=self.env, stderr=subprocess.PIPE, check=False)
         self.assertEqual((p.returncode, p.stderr), (0, b""))
 
-    def test_a_relative_manifest_in_a_deleted_folder_is_not_found(self):
-        go = f"mkdir g; cd g; rmdir ../g; exec {sys.executable} {AGENTCLI} --manifest m.json sh"
-        out = subprocess.run(["sh", "-c", go], env=self.env, cwd=self.dir, check=False,
-                             stdout=subprocess.PIPE).stdout
-        self.assertEqual(json.loads(out)["error"]["code"], "INVALID_MANIFEST")
+    def test_a_relative_path_in_a_deleted_folder_is_not_found(self):
+        for option, code in (("manifest", "INVALID_MANIFEST"), ("output", "ARG_ERROR")):
+            go = f"mkdir g; cd g; rmdir ../g; exec {sys.executable} {AGENTCLI} --{option} m.json sh"
+            out = subprocess.run(["sh", "-c", go], env=self.env, cwd=self.dir, check=False,
+                                 stdout=subprocess.PIPE).stdout
+            self.assertEqual(json.loads(out)["error"]["code"], code)
 
     @on_linux
     def test_a_folder_whose_name_is_no_text_is_filled_in_as_it_is(self):
@@ -3060,7 +3200,8 @@ class ReadmeTest(Case):
         import agentcli
         names = {*agentcli._FAULTS, *agentcli._EXIT_OF_CODE, *agentcli._CODE_OF_STATUS.values()}
         for table in "ROOT", "COMMAND", "FLAG", "POSITIONAL", "HTTP", "AUDIT":
-            names.update(getattr(agentcli, f"_{table}_KEYS"))
+            names.update(key for key, rule in getattr(agentcli, f"_{table}_KEYS").items()
+                         if rule[0] != "")  # what no kind may declare is no key
         untold = [name for name in names
                   if not re.search(rf"[`\"]({name}|{name.lower()})[`\"]", self.text)]
         self.assertEqual(untold, [])
