@@ -853,11 +853,9 @@ class CommandLine:
 
     def __init__(self) -> None:
         self.words: List[str] = []  # of the command's path, or of a group above it
-        self.unknown: List[str] = []  # the word that continues no path: reading stops there
         self.given: Dict[str, List[Any]] = {}  # the values of each option, in order
         self.late: List[str] = []  # the options behind the first word
-        self.places: List[str] = []  # positionals
-        self.tokens: List[str] = []  # what a passthrough command's tool gets
+        self.places: List[str] = []  # positionals, or what a passthrough command's tool gets
         self.fault: Optional[Failure] = None  # the first among the options
 
 
@@ -866,8 +864,8 @@ def read_command_line(argv: "Sequence[str]", commands: "Dict[str, Command]",
     """Sort tokens into a path, options and positionals; the longest path wins.
 
     `--json task --timeout 5 add x` has the words task and add, the place x, and both options. A
-    passthrough command's path ends at its last word: what follows is the tool's. Behind `--` are
-    places only.
+    passthrough command's path ends at its last word: what follows is the tool's. Behind `--`, and
+    behind a word that continues no path, are places only.
     """
     prefixes = {".".join(path.split(".")[:n + 1]) for path in commands
                 for n in range(path.count(".") + 1)}
@@ -877,7 +875,6 @@ def read_command_line(argv: "Sequence[str]", commands: "Dict[str, Command]",
         token = waiting.pop()
         if token == "--":
             if line.words:
-                line.places += waiting[::-1]
                 break
         elif token[:2] == "--" or token[:1] == "-" and token != "-" and not (
                 is_number(token) and token[1] not in [s.get("short") for s in known.values()]):
@@ -887,13 +884,11 @@ def read_command_line(argv: "Sequence[str]", commands: "Dict[str, Command]",
             line.words.append(token)
             command = commands.get(".".join(line.words))
             known = dict(flags, **command.flags()) if command else flags
-        elif command:
-            line.places.append(token)
         else:
-            line.unknown = [token]
-            break
-    if command and command.kind == "passthrough":
-        line.tokens = waiting[::-1]
+            line.places.append(token)
+            if not command:
+                break
+    line.places += waiting[::-1]
     return line
 
 
@@ -1002,8 +997,8 @@ def parse(call: Call) -> "Callable[[Call], Outcome]":
                   setting if command and not is_doctor else None):
         if fault:
             raise fault
-    if line.unknown or not command and (line.words or line.places):
-        raise _unknown_command(call, line.unknown or line.places[:1])
+    if not command and (line.words or line.places):
+        raise _unknown_command(call, line.places[:1])
     strict = command and (call.is_passthrough or command.entry.get("option_placement") == "strict")
     for name in line.late:
         if name in app.flags and (strict or name == "manifest"):
@@ -2183,7 +2178,7 @@ def prepare_tool(call: Call) -> Work:
     """Find all that a passthrough command needs before anything is started (REQ-C-031)."""
     app, command = call.app, call.command
     assert command
-    entry, tokens = command.entry, [os.fsencode(token) for token in call.line.tokens]
+    entry, tokens = command.entry, [os.fsencode(token) for token in call.line.places]
     fixed = expand_argv(app, entry["argv"])
     if tokens in ([b"--help"], [b"-h"]) and "help_argv" in entry:
         fixed, tokens = fixed + entry["help_argv"], []
