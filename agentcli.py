@@ -1093,28 +1093,24 @@ def private_folder(path: str) -> None:
     while not os.path.isdir(path):
         missing.append(path)
         path = os.path.dirname(path)
-    mask = os.umask(0o077)
-    try:
-        for folder in reversed(missing):
-            try:
-                os.mkdir(folder, 0o700)
-            except FileExistsError:
-                if not os.path.isdir(folder):
-                    raise
-    finally:
-        os.umask(mask)
+    for folder in reversed(missing):
+        try:
+            os.mkdir(folder, 0o700)
+            os.chmod(folder, 0o700)  # the umask may have kept the owner out
+        except FileExistsError:
+            if not os.path.isdir(folder):
+                raise
 
 
 def private_file(path: str) -> int:
     """Open a regular file to read and append, made 0600 if it is new. Raises OSError."""
-    mask = os.umask(0o077)
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o600)
-    finally:
-        os.umask(mask)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o600)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", path)
+    if mode & 0o600 != 0o600:  # here, too
+        os.fchmod(descriptor, 0o600)
     return descriptor
 
 
