@@ -1373,8 +1373,7 @@ def replay(record: "Json") -> Outcome:
     if record["event"] != "finished" or "omitted" in record:
         pid = record.get("pid")
         why = "its answer was too large to keep" if "omitted" in record else \
-            "never reported its end" + (f"; its process, pid {pid}, " + (
-                "may still run" if is_alive(pid) else "is gone") if pid else "")
+            "never reported its end" + (f"; its process, pid {pid}, may still run" if pid else "")
         raise failure(
             "OUTCOME_UNKNOWN", f"The same call began at {when} but {why}",
             suggestion="Find out what it has done, then call again with --rerun before the "
@@ -1390,14 +1389,6 @@ def replay(record: "Json") -> Outcome:
                                                       "first_run_at": when},
                    note="" if error else
                    f"not run again: it ran at {when} and ended well; --rerun runs it")
-
-
-def is_alive(pid: int) -> bool:
-    """Whether there is a process with this pid, which may have become another one's."""
-    try:
-        return os.getpgid(pid) > 0
-    except (OSError, OverflowError):
-        return False
 
 
 def surroundings(reads_stdin: bool = True) -> "Tuple[Any, ...]":

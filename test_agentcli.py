@@ -1264,7 +1264,7 @@ class JournalTest(StoreCase):
         enough = file.read_bytes().index(b"\n") + 15  # for how it started
         os.truncate(file, file.stat().st_size - 9)
         error = self.ends(self.call("add", "exit 3"), 3, "OUTCOME_UNKNOWN")["error"]
-        self.assertRegex(error["message"], f"{error['context']['pid']}, is gone")
+        self.assertRegex(error["message"], f"pid {error['context']['pid']}, may still run")
         self.does("ran", "--rerun", "add", "exit 3")
         self.does("replayed", "add", "exit 3", preexec_fn=self.disk_of(0))
         new = "--session=t", "add", "exit 3"
