@@ -1396,14 +1396,10 @@ def surroundings(reads_stdin: bool = True) -> "Tuple[Any, ...]":
 
     The file is known by device, inode, size, time and read position.
     """
-    file: Any = None
-    try:
-        info = os.fstat(0)
-        if reads_stdin and stat.S_ISREG(info.st_mode):
-            file = (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns,
-                    os.lseek(0, 0, os.SEEK_CUR))
-    except OSError:  # stdin is closed
-        pass
+    file, info = None, os.fstat(0)
+    if reads_stdin and stat.S_ISREG(info.st_mode):
+        file = (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns,
+                os.lseek(0, 0, os.SEEK_CUR))
     try:
         return os.getcwd(), file
     except OSError:  # it was deleted
@@ -1416,13 +1412,10 @@ def bytes_wait_on_stdin() -> bool:
     import fcntl
     import termios
 
-    try:
-        mode = os.fstat(0).st_mode
-        return (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)) \
-            and wait_ready(0, "read", time.monotonic() + 0.25) \
-            and any(fcntl.ioctl(0, termios.FIONREAD, bytes(4)))
-    except OSError:
-        return False
+    mode = os.fstat(0).st_mode
+    return (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)) \
+        and wait_ready(0, "read", time.monotonic() + 0.25) \
+        and any(fcntl.ioctl(0, termios.FIONREAD, bytes(4)))
 
 
 def admit(call: Call, work: Work) -> Outcome:
