@@ -878,7 +878,8 @@ def read_command_line(argv: "Sequence[str]", commands: "Dict[str, Command]",
                 break
         elif token[:2] == "--" or token[:1] == "-" and token != "-" and not (
                 is_number(token) and token[1] not in [s.get("short") for s in known.values()]):
-            read_option(token, waiting, known, line)
+            while token:
+                token = read_option(token, waiting, known, line)
         elif not line.places and set(line.given) <= set(flags) and "." not in token \
                 and ".".join([*line.words, token]) in prefixes:
             line.words.append(token)
@@ -892,41 +893,37 @@ def read_command_line(argv: "Sequence[str]", commands: "Dict[str, Command]",
     return line
 
 
-def read_option(token: str, waiting: "List[str]", flags: "Json", line: CommandLine) -> None:
-    """Read the options in one token, and the value that follows it, into the command line.
+def read_option(token: str, waiting: "List[str]", flags: "Json", line: CommandLine) -> str:
+    """Read one option, and the value that follows it, into the command line.
 
     `--name value`, `--name=value`, `-n value`, `-nvalue`, `-n=value`, and `-ab` for two that take
-    no value; a value in a token of its own begins with a dash only if it is a number or `-`. Names
-    are never abbreviated.
+    no value: what is left of it, `-b`, is returned. A value in a token of its own begins with a
+    dash only if it is a number or `-`. Names are never abbreviated.
     """
-    letters = {spec["short"]: name for name, spec in flags.items() if "short" in spec}
     name, equals, value = token[2:].partition("=")
-    inside = [("--" + name, name, value if equals else None)]  # as given, name, value in the token
+    given, text, rest = "--" + name, value if equals else None, ""
     if token[:2] != "--":
-        inside = []
-        for at, letter in enumerate(token[1:], 2):
-            name = letters.get(letter, "")
-            alone = flags.get(name, {}).get("type") == "boolean"
-            rest = token[at + 1:] if token[at:at + 1] == "=" else token[at:] or None
-            inside.append(("-" + letter, name, None if alone else rest))
-            if not alone:
-                break
-    for given, name, text in inside:
-        near, boolean = None, flags.get(name, {}).get("type") == "boolean"
-        if text is None and name in flags and not boolean:
-            text = waiting.pop() if waiting else "--"
-            text = None if text[:1] == "-" and text != "-" and not is_number(text) else text
-        if name not in flags:  # far names are not offered: --dry-run was not meant as --rerun
-            wrong = f"There is no option {given} here"
-            near = nearest(given, ["--" + known for known in flags], 0.76)
-        else:
-            wrong = f"{given} takes no value" if boolean and text is not None else \
-                f"{given} needs a value" if not boolean and text is None else ""
-        if wrong:
-            line.fault = line.fault or argument_error(wrong, suggestion=near)
-            return
-        line.given.setdefault(name, []).append(True if boolean else text)
-        line.late += [name] if line.words else []
+        letters = {spec["short"]: name for name, spec in flags.items() if "short" in spec}
+        given, name = token[:2], letters.get(token[1], "")
+        text = token[3:] if token[2:3] == "=" else token[2:] or None
+    near, boolean = None, flags.get(name, {}).get("type") == "boolean"
+    if boolean and token[:2] != "--" and text is not None:
+        text, rest = None, "-" + token[2:]
+    if text is None and name in flags and not boolean:
+        text = waiting.pop() if waiting else "--"
+        text = None if text[:1] == "-" and text != "-" and not is_number(text) else text
+    if name not in flags:  # far names are not offered: --dry-run was not meant as --rerun
+        wrong = f"There is no option {given} here"
+        near = nearest(given, ["--" + known for known in flags], 0.76)
+    else:
+        wrong = f"{given} takes no value" if boolean and text is not None else \
+            f"{given} needs a value" if not boolean and text is None else ""
+    if wrong:
+        line.fault = line.fault or argument_error(wrong, suggestion=near)
+        return ""
+    line.given.setdefault(name, []).append(True if boolean else text)
+    line.late += [name] if line.words else []
+    return rest
 
 
 def is_number(text: str) -> bool:
