@@ -112,7 +112,6 @@ ExitCode = enum.IntEnum("ExitCode", (
 ExitCode.__doc__ = "The exit codes of the CLI Agent Spec (REQ-F-001), 0 to 13, by name."
 
 
-
 def _by_word(table: "Dict[int, str]") -> "Dict[str, int]":
     """`{2: "a b"}` turned round: {"a": 2, "b": 2}."""
     return {word: number for number, words in table.items() for word in words.split()}
@@ -192,7 +191,7 @@ class Cancelled(Failure):
     """A signal asked agentcli to end; what names the child that it stopped, if one had begun."""
 
     def __init__(self, signo: int, what: str = "") -> None:
-        context = dict(signal_context(signo), **({} if what else {"started": False}))
+        context = dict({"signal": signo}, **({} if what else {"started": False}))
         super().__init__(
             128 + signo, "CANCELLED", f"agentcli was told to stop by {signal_name(signo)} (signal "
             f"{signo}) " + (f"and stopped the {what}" if what else "before anything was started"),
@@ -237,10 +236,6 @@ def signal_name(signo: int) -> str:
     """`SIGTERM` for 15; `signal 40` for one without a name."""
     return next((name for name in dir(signal) if name[:3] == "SIG" and "_" not in name
                  and getattr(signal, name) == signo), f"signal {signo}")
-
-
-def signal_context(signo: int) -> "Json":
-    return {"signal": signo, "signal_name": signal_name(signo)}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -843,9 +838,8 @@ class Call:
     def milliseconds(self) -> int:
         return int((time.monotonic() - self.began) * 1000)
 
-    def warn(self, code: str, message: str, **context: "Any") -> None:
-        self.warnings.append(dict({"code": code, "message": message},
-                                  **({"context": context} if context else {})))
+    def warn(self, code: str, message: str) -> None:
+        self.warnings.append({"code": code, "message": message})
 
 
 class CommandLine:
@@ -2185,7 +2179,7 @@ def tell_ending(call: Call, ending: "Ending", what: str = "tool") -> Outcome:
     status, cause, survivors = ending[0] or 0, ending[1], ending[2]
     if survivors:
         call.warn("PROCESS_SURVIVED", f"KILL did not end {', '.join(map(str, survivors))} within "
-                  f"{KILL_PATIENCE:g} s", pids=survivors)
+                  f"{KILL_PATIENCE:g} s")
     if cause == 0:
         told: Outcome = failure(
             "TIMEOUT", f"The {what} ran past its limit of {call.timeout:g} s and was stopped; what "
@@ -2197,7 +2191,7 @@ def tell_ending(call: Call, ending: "Ending", what: str = "tool") -> Outcome:
     elif os.WIFSIGNALED(status):
         signo = os.WTERMSIG(status)
         told = Failure(128 + signo, "DELEGATED_SIGNAL", f"The {what} died of {signal_name(signo)} "
-                       f"(signal {signo})", {"partial": True}, context=signal_context(signo))
+                       f"(signal {signo})", {"partial": True}, context={"signal": signo})
     else:
         told = delegated_exit(os.WEXITSTATUS(status))
     told.ran = True
