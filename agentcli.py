@@ -1596,11 +1596,11 @@ class AuditLog:
             except FileNotFoundError:
                 continue
 
-    def entries(self, after: "Optional[List[Any]]") -> "Iterator[Tuple[List[Any], Json]]":
-        """The entries of all files, the newest first, each with its place: inode, offset, request.
+    def entries(self, after: str) -> "Iterator[Json]":
+        """The entries of all files, the newest first; after: only those before this request's.
 
-        after: the place of the last one seen; a rotated file keeps its inode, so that it is found
-        again. What a rotation has removed since has no more entries.
+        It is looked for in every file, because a rotation may have moved it; when it has gone, so
+        has all that was before it. Raises OSError.
         """
         opened: Dict[int, int] = {}
         try:
@@ -1611,18 +1611,16 @@ class AuditLog:
                     continue
                 if opened.setdefault(os.fstat(descriptor).st_ino, descriptor) != descriptor:
                     os.close(descriptor)  # it was rotated while the files were opened
-            for inode, descriptor in opened.items():
-                if after and inode != after[0]:
+            for descriptor in opened.values():
+                end = next((at for at, record in records_backwards(descriptor, after.encode())
+                            if record.get("request_id") == after), None) if after else None
+                if after and end is None:
                     continue
-                end = after[1] if after else None
-                if after and after[2].encode() not in os.pread(
-                        descriptor, 2 * LARGEST_ENTRY, after[1]).partition(b"\n")[0]:
-                    return  # the inode is another file's now
-                after = None
-                for at, record in records_backwards(descriptor, end=end):
+                after = ""
+                for _, record in records_backwards(descriptor, end=end):
                     if re.match("[0-9]{4}-.*Z$", str(record.get("timestamp"))) \
                             and isinstance(record.get("request_id"), str):
-                        yield [inode, at, record["request_id"]], record
+                        yield record
         finally:
             for descriptor in opened.values():
                 os.close(descriptor)
@@ -1722,45 +1720,27 @@ def run_audit_log(call: Call) -> Outcome:
               "trace_id": args.get("trace-id", "")[:LONGEST_TRACE]}
     oldest = since(args["since"]) if "since" in args else 0.0
     filters = digest(args.get("since"), wanted)
-    after = read_cursor(args["cursor"], filters) if "cursor" in args else None
-    found: List[Tuple[List[Any], Json]] = []
+    after, _, of = args.get("cursor", f".{filters}").rpartition(".")
+    if of != filters or not after.isascii():
+        raise failure("INVALID_CURSOR", "--cursor is not one that audit-log gave for the same "
+                      "--since, --command and --trace-id", suggestion="Begin again without it")
+    found: List[Json] = []
     old = 0  # entries in a row that are too old: writers and clocks may be out of order
     try:
-        for place, entry in log.entries(after):
+        for entry in log.entries(after):
             old = old + 1 if entry["timestamp"] < timestamp(oldest) else 0
             if old > 100 or len(found) > limit:
                 break
             if not old and all(not value or entry.get(key) == value
                                for key, value in wanted.items()):
-                found.append((place, entry))
+                found.append(entry)
     except OSError as error:
         raise failure("STATE_UNAVAILABLE", f"The audit log cannot be read: {error}",
                       fix_required="Make its files readable") from None
     more, found = len(found) > limit, found[:limit]
-    return Outcome(0, {"entries": [entry for _, entry in reversed(found)]}, meta={"pagination": {
+    return Outcome(0, {"entries": found[::-1]}, meta={"pagination": {
         "total": None, "returned": len(found), "truncated": more, "has_more": more,
-        "next_cursor": write_cursor(found[-1][0], filters) if more else None}})
-
-
-def write_cursor(place: "List[Any]", filters: str) -> str:
-    import base64
-
-    return base64.urlsafe_b64encode(json_line(place + [filters]).strip()).decode("ascii")
-
-
-def read_cursor(text: str, filters: str) -> "List[Any]":
-    """The place that a cursor names. Raises Failure (exit 2, INVALID_CURSOR)."""
-    import base64
-
-    try:
-        inode, offset, request, of = json.loads(base64.b64decode(text, b"-_", validate=True))
-        if of == filters and type(inode) is type(offset) is int and _is_string(request) \
-                and 0 <= offset < 1 << 62:
-            return [inode, offset, request]
-    except (ValueError, TypeError, RecursionError):
-        pass
-    raise failure("INVALID_CURSOR", "--cursor is not one that audit-log gave for the same --since, "
-                  "--command and --trace-id", suggestion="Begin again without --cursor")
+        "next_cursor": f"{found[-1]['request_id']}.{filters}" if more else None}})
 
 
 # ---------------------------------------------------------------------------------------------
