@@ -2890,22 +2890,18 @@ class App:
 
     def state_folder(self) -> str:
         """Where the journal and the audit log lie. Raises Failure (STATE_UNAVAILABLE)."""
-        given = self.setting("STATE_DIR")
-        if given and not given.startswith("/"):
-            raise failure("STATE_UNAVAILABLE", f"{self.prefix}STATE_DIR must be an absolute path, "
-                          f"not {given!r}", fix_required="Set it to one, or unset it")
         state, home = os.environ.get("XDG_STATE_HOME", ""), os.environ.get("HOME")
-        if not given and not state.startswith("/"):
-            if not home:
-                import pwd
+        if not home:
+            import pwd
 
-                home = next((user.pw_dir for user in pwd.getpwall()
-                             if user.pw_uid == os.getuid()), "")
-            if not home.startswith("/"):
-                raise failure("STATE_UNAVAILABLE", "There is no home folder to keep the state in",
-                              fix_required=f"Set {self.prefix}STATE_DIR to a folder")
+            home = next((user.pw_dir for user in pwd.getpwall() if user.pw_uid == os.getuid()), "")
+        if not state.startswith("/"):
             state = os.path.join(home, ".local", "state")
-        return given or os.path.join(state, self.name)
+        folder = self.setting("STATE_DIR") or os.path.join(state, self.name)
+        if not folder.startswith("/"):
+            raise failure("STATE_UNAVAILABLE", f"The state folder must be an absolute path, not "
+                          f"{folder!r}", fix_required=f"Set {self.prefix}STATE_DIR to one")
+        return folder
 
     def timeout_of(self, command: "Optional[Command]") -> float:
         """A command's time limit in seconds, unless the call sets another; 0 for none."""
