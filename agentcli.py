@@ -1862,12 +1862,7 @@ def supervise(tree: ProcessTree, deadline: "Optional[float]", grace: float = GRA
     """
     def reap(job_control: bool) -> "Optional[int]":
         """The wait status of a child that has ended, or None; stops with it if it has stopped."""
-        try:
-            ended, status = os.waitpid(tree.pid, os.WNOHANG | os.WUNTRACED)
-        except ChildProcessError:  # another part of this program took it
-            if grace and child_decides:
-                raise
-            return 0  # a forked child's answer tells all
+        ended, status = os.waitpid(tree.pid, os.WNOHANG | os.WUNTRACED)
         if ended and os.WIFSTOPPED(status):
             if job_control:
                 stop_here()  # so that the shell sees the job stop
