@@ -3118,16 +3118,13 @@ def write_output(path: str, data: bytes) -> None:
 
     Raises OSError. A FIFO without a reader is such an error: to open it would block.
     """
-    target = -1
-    if os.path.isfile(path):  # /dev/stdout, redirected to a file that others write to as well
-        target = next((stream for stream in (1, 2) if os.path.samestat(
-            os.stat(path), os.fstat(stream))), -1)
-    elif os.path.exists(path):
-        target = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
-    if target >= 0:
+    same = [stream for stream in (1, 2) if os.path.exists(path)
+            and os.path.samestat(os.stat(path), os.fstat(stream))]  # /dev/stdout, perhaps a file
+    if same or os.path.exists(path) and not os.path.isfile(path):
+        target = os.dup(same[0]) if same else os.open(
+            path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
         error = write_all(target, data, told=True)
-        if target > 2:
-            os.close(target)
+        os.close(target)
         if error:
             raise error
         return
