@@ -2698,20 +2698,14 @@ def run_doctor(call: Call) -> Outcome:
 
 def checks(call: Call) -> "List[Json]":
     """What was checked: its name, whether it holds, what was found, how to mend it."""
-    from functools import partial
-
     app, made = call.app, []  # type: App, List[Json]
 
-    def check(name: str, find: "Callable[[], Any]") -> None:
+    def check(name: str, find: "Callable[..., Any]", *args: "Any") -> None:
         try:
-            made.append({"name": name, "ok": True, "found": str(find())})
-        except Failure as wrong:
-            error = wrong.error or {}
-            fix = error.get("fix_required") or error.get("suggestion") or "Correct this setting"
+            made.append({"name": name, "ok": True, "found": str(find(*args))})
+        except (Failure, OSError) as wrong:
+            fix = getattr(wrong, "error", {}).get("fix_required", "Correct it, or its setting")
             made.append({"name": name, "ok": False, "found": str(wrong), "fix": fix})
-        except OSError as error:
-            made.append({"name": name, "ok": False, "found": str(error),
-                         "fix": f"Make {error.filename or 'it'} usable"})
 
     def manifest() -> str:
         if app.broken:
@@ -2727,9 +2721,10 @@ def checks(call: Call) -> "List[Json]":
                             os.environ.get("PATH") or os.defpath)
 
     def state() -> str:
-        private_folder(os.path.join(app.state_folder(), "journal"))
-        if not os.access(os.path.join(app.state_folder(), "journal"), os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, "not writable", app.state_folder())
+        folder = os.path.join(app.state_folder(), "journal")
+        private_folder(folder)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "not writable", folder)
         return app.state_folder()
 
     def service() -> str:
@@ -2752,7 +2747,7 @@ def checks(call: Call) -> "List[Json]":
     check("manifest", manifest)
     for path, command in app.commands.items():
         if command.kind == "passthrough":
-            check(f"tool of {path}", partial(tool, command))
+            check(f"tool of {path}", tool, command)
     check("state folder", state)
     check("audit log", lambda: "on" if audit_log_of(call) else "off")
     if app.setting("BASE_URL") or app.base_url or "http" in [c.kind for c in app.commands.values()]:
