@@ -1833,17 +1833,15 @@ def _send(kill: "Callable[[int, int], None]", pid: int, signo: int) -> bool:
         return False
 
 
-def next_signal(awaited: "Set[int]", seconds: "Optional[float]") -> "Tuple[int, bool]":
-    """The next blocked signal and whether a process sent it; (0, False) when the time is up."""
+def next_signal(awaited: "Set[int]", seconds: float) -> "Tuple[int, bool]":
+    """The next blocked signal and whether a process sent it; (0, False) after seconds or a day."""
+    seconds = min(max(seconds, 1e-6), 86400)
     if hasattr(signal, "sigtimedwait"):
-        info = signal.sigwaitinfo(awaited) if seconds is None else \
-            signal.sigtimedwait(awaited, max(seconds, 0))
+        info = signal.sigtimedwait(awaited, seconds)
         return (info.si_signo, info.si_code <= 0) if info else (0, False)
-    if seconds is not None:
-        signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6))
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     signo = int(signal.sigwait(awaited | {signal.SIGALRM}))
-    if seconds is not None:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.setitimer(signal.ITIMER_REAL, 0)
     # Who sent it cannot be told here, so what a terminal's keys send counts as the terminal's.
     return (0, False) if signo == signal.SIGALRM else \
         (signo, signo not in (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP))
@@ -1882,11 +1880,9 @@ def supervise(tree: ProcessTree, deadline: "Optional[float]", grace: float = GRA
             status = reap(at_terminal and cause is None)
         if status is not None and (cause is None or not tree.members()):
             return status, cause, []
-        left = None if until is None else until - time.monotonic()
-        if killing or status is not None:  # nobody reports the end of a stranger's child
-            left = min(LOOK, left or 0)
-        elif threads:
-            left = LOOK if left is None else min(LOOK, left)
+        left = float("inf") if until is None else until - time.monotonic()
+        if killing or status is not None or threads:  # nobody reports a stranger's child's end
+            left = min(LOOK, left)
         signo, sent = next_signal(awaited, left)
         # The kernel told the child as well; of a hang-up it tells a session's leader alone.
         theirs = at_terminal and not sent and not (
