@@ -82,9 +82,7 @@ else:
 __all__ = ["App", "Context", "ExitCode", "Failure", "RegistrationError", "load", "main",
            "read_input", "resolve_exit_code"]
 
-# ---------------------------------------------------------------------------------------------
-# Constants and exit codes
-# ---------------------------------------------------------------------------------------------
+# ---- Constants and exit codes --------------------------------------------------------------------
 
 VERSION = "0.1.0"
 GRACE = 5.0  # seconds between asking a process to end and KILL
@@ -103,7 +101,7 @@ JOURNAL_DAYS = 30  # after which a journal file that nothing used goes
 LARGEST_RESULT = 65536  # bytes of a declared command's data that the journal keeps for a repeat
 LARGEST_ENTRY = 16384  # bytes of an audit log entry
 LONGEST_TRACE = 256  # characters of a trace id in it
-PAGE_SIZE = 64 << 20  # bytes of the answer of a forked child, its mark and length included
+PAGE_SIZE = 64 << 20  # bytes of the answer of a forked child, its mark included
 
 ExitCode = enum.IntEnum("ExitCode", (
     "SUCCESS GENERAL_ERROR ARG_ERROR PARTIAL_FAILURE PRECONDITION NOT_FOUND CONFLICT "
@@ -138,9 +136,7 @@ _EXIT_OF_CODE = _by_word({
     6: "operation_unknown partial_apply needs_reconciliation context_pending"})
 _EXIT_OF_STATUS = {200: 0, 201: 0, 202: 6, 400: 2, 413: 2, 422: 2, 409: 4, 412: 4, 503: 5}
 
-# ---------------------------------------------------------------------------------------------
-# Outcomes and failures
-# ---------------------------------------------------------------------------------------------
+# ---- Outcomes and failures -----------------------------------------------------------------------
 
 
 class Outcome:
@@ -238,9 +234,7 @@ def signal_name(signo: int) -> str:
                  and getattr(signal, name) == signo), f"signal {signo}")
 
 
-# ---------------------------------------------------------------------------------------------
-# Envelopes
-# ---------------------------------------------------------------------------------------------
+# ---- Envelopes -----------------------------------------------------------------------------------
 
 
 def new_id(prefix: str) -> str:
@@ -367,9 +361,7 @@ def parse_json(data: bytes, huge: bool = False, twice: "Any" = None) -> "Any":
         raise ValueError("it is nested too deep") from None
 
 
-# ---------------------------------------------------------------------------------------------
-# Waiting on a descriptor while signals are blocked
-# ---------------------------------------------------------------------------------------------
+# ---- Waiting on a descriptor while signals are blocked -------------------------------------------
 
 
 def before_deadline(deadline: "Optional[float]" = None) -> float:
@@ -463,9 +455,7 @@ def read_input(source: str, limit: int = INPUT_LIMIT, deadline: "Optional[float]
             os.close(descriptor)
 
 
-# ---------------------------------------------------------------------------------------------
-# Manifest and registration
-# ---------------------------------------------------------------------------------------------
+# ---- Manifest and registration -------------------------------------------------------------------
 
 
 def _is_string(value: "Any") -> bool:
@@ -720,15 +710,12 @@ def invalid_manifest(path: str, faults: "Sequence[str]") -> Failure:
 
 
 def find_manifest(given: "Optional[str]") -> str:
-    """The absolute path of the manifest: given, or beside this file, even where there is none.
+    """The path of the manifest: given, or beside this file, even where there is none.
 
     Never the current directory: a repository that is only visited must not choose what runs.
     """
     if given is not None:
-        try:
-            return os.path.abspath(given)
-        except OSError:  # a relative path in a current directory that was deleted
-            return given
+        return given
     beside = [os.path.dirname(path(__file__)) for path in (os.path.abspath, os.path.realpath)]
     for name in ("manifest.json", "manifest.example.json"):
         for folder in beside:
@@ -744,7 +731,7 @@ def load(path: str, app: "Optional[App]" = None) -> "App":
     whatever is called but help, version and doctor. Raises nothing.
     """
     script, app = app is not None, app or App()
-    app.source, app.folder = path, os.path.dirname(path)
+    app.source = path
     document, faults = {}, []  # type: Any, List[str]
     try:
         app.folder = os.path.dirname(os.path.abspath(path))
@@ -783,9 +770,7 @@ def load(path: str, app: "Optional[App]" = None) -> "App":
     return app
 
 
-# ---------------------------------------------------------------------------------------------
-# Command line
-# ---------------------------------------------------------------------------------------------
+# ---- Command line --------------------------------------------------------------------------------
 
 GLOBAL_FLAGS = {
     "format": flag("enum", "How the outcome is told; json is the default off a terminal",
@@ -935,6 +920,9 @@ def convert(text: str, spec: "Json", where: str) -> "Any":
     elif kind == "number":
         value = float(text) if is_number(text) else float("inf")
         must = "a finite decimal number" * (abs(value) == float("inf"))
+    elif kind == "boolean":  # of a variable: an option takes no value
+        value = {"true": True, "1": True, "false": False, "0": False}.get(text)
+        must = "one of true, 1, false, 0" * (value is None)
     if text not in spec.get("enum_values", [text]):
         must = "one of " + ", ".join(spec["enum_values"])
     if not must and "pattern" in spec and not re.search(spec["pattern"], text):
@@ -948,7 +936,7 @@ def convert(text: str, spec: "Json", where: str) -> "Any":
 def convert_all(values: "Dict[str, List[Any]]", flags: "Json") -> "Json":
     """One value an option, of its type; arrays keep all. Raises Failure on two different ones."""
     result: Json = {}
-    for name, texts in values.items():
+    for name, texts in [item for item in values.items() if item[0] in flags]:
         kind = flags[name]["type"]
         typed = texts if kind == "boolean" else [
             convert(text, flags[name], "--" + name) for text in texts]
@@ -967,11 +955,13 @@ def parse(call: Call) -> "Callable[[Call], Outcome]":
     app, line = call.app, read_command_line(call.argv, call.app.commands, call.app.flags)
     command = call.command = app.commands.get(".".join(line.words))
     call.line = line
-    call.timeout = app.timeout_of(command)
+    if command:
+        own = app.timeout is None or command.kind == "builtin"
+        call.timeout = command.entry.get("timeout", TIMEOUTS[command.kind] if own else app.timeout)
     given, setting = dict(line.given), None
     if given.pop("json", None):
         given["format"] = given.get("format", []) + ["json"]
-    own = command.flags() if command else {}
+    flags = command.flags() if command else {}
     if "operation-id" in given and command and "operation-id" in command.brought():
         given["idempotency-key"] = given.get("idempotency-key", []) + given.pop("operation-id")
     wanted = given.get("format", [app.setting("FORMAT")])
@@ -994,12 +984,11 @@ def parse(call: Call) -> "Callable[[Call], Outcome]":
     for name in line.late:
         if name in app.flags and (strict or name == "manifest"):
             raise argument_error(f"--{name} goes before the command path")
-    chosen = convert_all(given, dict(app.flags, **own))
-    call.options = {name: value for name, value in chosen.items() if name in app.flags}
-    call.args = {name: value for name, value in chosen.items() if name in own}
+    call.options = convert_all(given, app.flags)
     _check_options(call)
-    if "schema" in call.options:
-        return show_schema
+    call.args = convert_all(given, flags)
+    if command and "schema" in call.options:
+        return lambda call: Outcome(0, manifest_entry(command))
     if command and not call.is_passthrough:
         _check_arguments(call, command, line.places)
     return perform if command else show_help
@@ -1058,13 +1047,8 @@ def _check_arguments(call: Call, command: Command, texts: "Sequence[str]") -> No
         names = [variable["name"] for variable in spec.get("env_vars", ())]
         variable = next((name for name in names if os.environ.get(name)), "")
         if name not in args and variable:
-            text = os.environ[variable]
-            if spec["type"] == "boolean":
-                spec = dict(spec, type="enum", enum_values=["true", "1", "false", "0"])
-                args[name] = convert(text, spec, variable) in ("true", "1")
-            else:
-                value = convert(text, spec, variable)
-                args[name] = [value] if spec["type"] == "array" else value
+            value = convert(os.environ[variable], spec, variable)
+            args[name] = [value] if spec["type"] == "array" else value
         elif name not in args and spec.get("default") is not None:
             args[name] = spec["default"]
     needed = [("--" + name, name, spec) for name, spec in command.flags().items()]
@@ -1073,9 +1057,7 @@ def _check_arguments(call: Call, command: Command, texts: "Sequence[str]") -> No
             raise argument_error(f"{command.words} needs {shown}: {spec['description']}")
 
 
-# ---------------------------------------------------------------------------------------------
-# JSON-lines store: whole lines appended, read from the end, torn ones skipped
-# ---------------------------------------------------------------------------------------------
+# ---- JSON-lines store: whole lines appended, read from the end, torn ones skipped ----------------
 
 
 def private_folder(path: str) -> None:
@@ -1182,9 +1164,7 @@ def digest(*parts: object) -> str:
     return hashlib.sha256(ascii(parts).encode("ascii")).hexdigest()[:32]
 
 
-# ---------------------------------------------------------------------------------------------
-# Journal: what ran, what must not run again, what nobody knows the end of
-# ---------------------------------------------------------------------------------------------
+# ---- Journal: what ran, what must not run again, what nobody knows the end of --------------------
 
 
 class Work:
@@ -1234,10 +1214,6 @@ class JournalEntry:
             forget_old_journals(self.folder)
         return self.open_files[-1]
 
-    def close(self) -> None:
-        for descriptor in self.open_files:
-            os.close(descriptor)
-
     def open(self) -> None:
         """Take the run's locks and open its files. Raises OSError, Failure (6, IN_PROGRESS)."""
         private_folder(self.folder)
@@ -1260,11 +1236,11 @@ class JournalEntry:
     def latest(self) -> "Optional[Json]":
         """The last record of an earlier run of the call, or None. Raises OSError, Failure (6)."""
         name, key, _ = self.places[0]
-        record = self._last(self.open_files[1], key)
+        record = next(whole_records(self.open_files[1], key), None)
         if self.key is not None:
             for day in self._day(KEY_SECONDS), self._day(-KEY_SECONDS):  # a clock may be set back
                 if record is None and os.path.exists(os.path.join(self.folder, day)):
-                    record = self._last(self._open(day), key)
+                    record = next(whole_records(self._open(day), key), None)
             if record and record["at"] < self.began - KEY_SECONDS:
                 record = None
             if record and record.get("who") != self.identity:
@@ -1274,10 +1250,6 @@ class JournalEntry:
         if record:
             os.utime(os.path.join(self.folder, name))  # a file that is only read is in use too
         return record
-
-    def _last(self, descriptor: int, key: str) -> "Optional[Json]":
-        records = whole_records(descriptor, key.encode())
-        return next((record for record in records if record["id"] == key), None)
 
     def write(self, event: str, durable: bool = False, **fields: "Any") -> None:
         """Append a record to each of the run's places. Raises OSError."""
@@ -1299,8 +1271,6 @@ class JournalEntry:
         fields: Json = {"end": round(time.time(), 3), "exit": outcome.exit_code}
         if outcome.reply is not None:
             fields["error"] = outcome.error and {"code": outcome.error["code"]}
-        elif self.call.is_passthrough and outcome.data == {"exit_code": outcome.exit_code}:
-            pass  # the exit code tells all
         elif max(len(json.dumps(part)) for part in (outcome.data, outcome.error)) > LARGEST_RESULT:
             error = outcome.error and dict(outcome.error, message=outcome.error["message"][:999])
             fields.update(omitted=True, error=error and {key: error[key] for key in (
@@ -1322,23 +1292,21 @@ _RECORD_KEYS: "Dict[str, Rule]" = {
     "pid": (lambda value: type(value) is int and value > 0, "a process")}
 
 
-def whole_records(descriptor: int, needle: bytes = b"{") -> "Iterator[Json]":
-    """The journal's records that hold the needle, the last first, without those of no run."""
+def whole_records(descriptor: int, key: str = "") -> "Iterator[Json]":
+    """The journal's records, of one id or of all, the last first, without those of no run."""
     void = set()  # runs that never started
-    for _, found in records_backwards(descriptor, needle):
+    for _, found in records_backwards(descriptor, key.encode() or b"{"):
         record = sound(found, _RECORD_KEYS)
-        if not {"id", "run", "command", "at", "event"} <= set(record):
+        if not {"id", "run", "command", "at", "event"} <= set(record) \
+                or key not in ("", record["id"]):  # a handler's data may hold the text, too
             continue
         if record["event"] == "void":
             void.add(record["run"])
-        if record["event"] == "finished":
-            if "error" not in found and "data" not in found and "exit" in record:
-                ended = delegated_exit(record["exit"])
-                record.update(error=ended.error, data=ended.data)
-            if not {"exit", "end", "error"} <= set(record) or "operation_id" not in record and (
+        if record["event"] == "finished" and (
+                not {"exit", "end", "error"} <= set(record) or "operation_id" not in record and (
                     record["error"] is not None if not record["exit"] else
-                    shape_faults(record["error"], _ERROR_KEYS, ("code", "message", "retryable"))):
-                continue
+                    shape_faults(record["error"], _ERROR_KEYS, ("code", "message", "retryable")))):
+            continue
         if record["run"] not in void:
             yield record
 
@@ -1453,7 +1421,8 @@ def admit(call: Call, work: Work) -> Outcome:
         entry.finish(outcome)
         return outcome
     finally:
-        entry.close()
+        for descriptor in entry.open_files:
+            os.close(descriptor)
 
 
 def without_journal(call: Call, work: Work, why: str) -> Outcome:
@@ -1468,12 +1437,6 @@ def without_journal(call: Call, work: Work, why: str) -> Outcome:
     return work.start(None)
 
 
-def limit_of(call: Call) -> int:
-    if call.args["limit"] < 1:
-        raise argument_error("--limit takes a whole number from 1")
-    return int(call.args["limit"])
-
-
 def run_journal(call: Call) -> Outcome:
     """Built-in `journal`: what was started and how it ended, the oldest first.
 
@@ -1482,7 +1445,7 @@ def run_journal(call: Call) -> Outcome:
     """
     folder = os.path.join(call.app.state_folder(), "journal")
     # Not the session of the environment: who was killed comes back with a new one.
-    limit = limit_of(call)
+    limit: int = call.args["limit"]
     session = call.line.given.get("session")
     wanted = digest("session", session[0]) if session else None
     runs: Dict[str, Json] = {}
@@ -1544,9 +1507,7 @@ def run_journal(call: Call) -> Outcome:
         "truncated": len(entries) > limit, "has_more": len(entries) > limit, "next_cursor": None}})
 
 
-# ---------------------------------------------------------------------------------------------
-# Audit log: one line an invocation (REQ-O-030)
-# ---------------------------------------------------------------------------------------------
+# ---- Audit log: one line an invocation (REQ-O-030) -----------------------------------------------
 
 
 class AuditLog:
@@ -1712,7 +1673,7 @@ def since(text: str) -> float:
 
 def run_audit_log(call: Call) -> Outcome:
     """Built-in `audit-log`: the newest entries that match, the oldest of them first."""
-    log, args, limit = call.audit, call.args, limit_of(call)
+    log, args, limit = call.audit, call.args, call.args["limit"]
     if log is None:
         raise failure("AUDIT_LOG_DISABLED", "The audit log is off", fix_required='Set '
                       f'"audit_log": true in the manifest, or {call.app.prefix}AUDIT_LOG=1')
@@ -1743,9 +1704,7 @@ def run_audit_log(call: Call) -> Outcome:
         "next_cursor": f"{found[-1]['request_id']}.{filters}" if more else None}})
 
 
-# ---------------------------------------------------------------------------------------------
-# Running a child: processes, signals, one wait loop
-# ---------------------------------------------------------------------------------------------
+# ---- Running a child: processes, signals, one wait loop ------------------------------------------
 
 
 class ProcessTree:
@@ -1767,9 +1726,7 @@ class ProcessTree:
         if not os.path.exists("/proc/self/stat"):
             alone = self.grouped and _send(os.killpg, self.pid, 0)
             return {self.pid: self.pid} if alone else {}
-        parents: Dict[int, int] = {}
-        groups: Dict[int, int] = {}
-        starts: Dict[int, bytes] = {}
+        seen: Dict[int, Tuple[int, int, bytes]] = {}  # pid: parent, group, start time
         found: Set[int] = set()
         for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
             try:
@@ -1777,19 +1734,20 @@ class ProcessTree:
                 # One whose first thread has ended is shown as a zombie, too.
                 if fields[0] in (b"Z", b"X") and int(fields[17]) < 2 or pid == os.getpid():
                     continue
-                parents[pid], groups[pid], starts[pid] = int(fields[1]), int(fields[2]), fields[19]
-                if (pid == self.pid or self.known.get(pid) == fields[19]
-                        or self.grouped and groups[pid] == self.pid or self._is_marked(pid)
+                parent, group, start = int(fields[1]), int(fields[2]), fields[19]
+                seen[pid] = parent, group, start
+                if (pid == self.pid or self.known.get(pid) == start
+                        or self.grouped and group == self.pid or self._is_marked(pid)
                         or self.page and self.page in _read_proc(pid, "maps")):
                     found.add(pid)
             except IndexError:  # it has ended meanwhile
                 continue
         more = found
         while more:
-            more = {pid for pid, parent in parents.items() if parent in more} - found
+            more = {pid for pid, (parent, _, _) in seen.items() if parent in more} - found
             found |= more
-        self.known.update((pid, starts[pid]) for pid in found)
-        return {pid: groups[pid] for pid in found}
+        self.known.update((pid, seen[pid][2]) for pid in found)
+        return {pid: seen[pid][1] for pid in found}
 
     def _is_marked(self, pid: int, behind: bytes = b"\0/") -> bool:
         """Whether its environment holds the marker; behind it is / for a run within the run."""
@@ -1811,10 +1769,6 @@ class ProcessTree:
             inner = signo not in (signal.SIGKILL, signal.SIGCONT) and self._is_marked(pid, b"/")
             if not (self.grouped and group == self.pid or inner):
                 _send(os.kill, pid, signo)
-
-    def pass_on(self, signo: int) -> None:
-        """Hand over a signal that ends nothing: to the child's group, where it has its own."""
-        _send(os.killpg if self.grouped else os.kill, self.pid, signo)
 
 
 def _read_proc(pid: int, name: str) -> bytes:
@@ -1878,7 +1832,8 @@ def supervise(tree: ProcessTree, deadline: "Optional[float]", grace: float = GRA
     while True:
         if status is None:
             status = reap(at_terminal and cause is None)
-        if status is not None and (cause is None or not tree.members()):
+        # Looked for twice: what forks and ends during one look is not seen in it.
+        if status is not None and (cause is None or not (tree.members() or tree.members())):
             return status, cause, []
         left = float("inf") if until is None else until - time.monotonic()
         if killing or status is not None or threads:  # nobody reports a stranger's child's end
@@ -1895,7 +1850,7 @@ def supervise(tree: ProcessTree, deadline: "Optional[float]", grace: float = GRA
             elif not grace and signo == signal.SIGTSTP:
                 stop_here()  # agentcli's own child is told nothing
             elif grace and signo not in (0, signal.SIGCHLD) and not theirs:
-                tree.pass_on(signo)
+                _send(os.killpg if tree.grouped else os.kill, tree.pid, signo)
         elif killing:
             if over:
                 return status, cause, sorted(tree.members())
@@ -1965,19 +1920,15 @@ class SharedPage:
         import mmap
 
         self.name, self.writer = name, 0  # the child's pid
-        descriptor = -1
         try:
-            descriptor = os.memfd_create(name)
-            os.ftruncate(descriptor, PAGE_SIZE)
-            self.memory = mmap.mmap(descriptor, PAGE_SIZE)
+            with open(os.memfd_create(name), "r+b") as file:
+                os.ftruncate(file.fileno(), PAGE_SIZE)
+                self.memory = mmap.mmap(file.fileno(), PAGE_SIZE)
         except (AttributeError, OSError):  # not Linux, or the size of files is limited
             try:
                 self.memory = mmap.mmap(-1, PAGE_SIZE)
             except OSError as error:
                 raise no_child(error) from None
-        finally:
-            if descriptor >= 0:
-                os.close(descriptor)
 
     @property
     def marked(self) -> bool:
@@ -1991,17 +1942,15 @@ class SharedPage:
         """Leave the answer. Raises ValueError or TypeError when it is no JSON or too large."""
         if os.getpid() != self.writer:  # the child's function forked, and this is the copy's end
             return
-        text = json.dumps(answer, allow_nan=False).encode("ascii")
-        if len(text) > PAGE_SIZE - 16:
-            raise ValueError(f"an answer of {len(text)} bytes is larger than {PAGE_SIZE - 16}")
-        self.memory[16:16 + len(text)] = text
-        self.memory[8:16] = len(text).to_bytes(8, "big")
+        text = json.dumps(answer, allow_nan=False).encode("ascii") + b"\0"
+        if len(text) >= PAGE_SIZE:
+            raise ValueError(f"an answer of {len(text)} bytes is larger than {PAGE_SIZE}")
+        self.memory[1:1 + len(text)] = text  # behind the mark
 
     def answer(self) -> "Json":
         """What the child left; empty if it left nothing."""
-        size = int.from_bytes(self.memory[8:16], "big")
         try:
-            found: Json = json.loads(self.memory[16:16 + size] if size else b"{}")
+            found: Json = json.loads(self.memory[1:self.memory.find(b"\0", 1)] or b"{}")
             return found
         except (ValueError, RecursionError):  # what only the child's own limits let pass
             return {}
@@ -2054,27 +2003,20 @@ def fork_child(call: Call, page: SharedPage, own_group: bool, work: "Callable[[]
         os._exit(1)
 
 
-# ---------------------------------------------------------------------------------------------
-# Passthrough run
-# ---------------------------------------------------------------------------------------------
+# ---- Passthrough run -----------------------------------------------------------------------------
 
-_SPAWN_ERRORS = {
-    errno.ENOEXEC: "is neither a binary of this machine nor a script with a #! line",
-    errno.ENOENT: "names an interpreter in its #! line that is not there",
-    errno.EACCES: "may not be executed here",
-    errno.E2BIG: "got more arguments and environment than the system takes"}
-
-
-def find_program(name: str, folder: str, search_path: str) -> str:
-    """The path of a program: relative to a folder if it has a slash, else found on PATH.
+def find_program(app: "App", command: Command) -> str:
+    """A command's program: from the manifest's folder if it has a slash, else found on PATH.
 
     Entries of PATH that are empty or relative are passed over: they would let the current
     directory choose. Raises Failure (exit 4, TOOL_NOT_FOUND or TOOL_NOT_EXECUTABLE).
     """
-    folders = [folder] if "/" in name else [
+    name = expand_argv(app, command.entry["argv"])[0]
+    search_path = command.entry.get("env", {}).get("PATH", os.environ.get("PATH")) or os.defpath
+    folders = [app.folder] if "/" in name else [
         entry for entry in search_path.split(os.pathsep) if entry[:1] == "/"]
-    present = [path for path in (os.path.join(entry, name) for entry in folders)
-               if os.path.isfile(path) or "/" in name and os.path.exists(path)]
+    present = [path for path in (os.path.join(folder, name) for folder in folders)
+               if os.path.exists(path)]
     for path in present:
         if os.path.isfile(path) and os.access(path, os.X_OK):
             return path
@@ -2082,7 +2024,7 @@ def find_program(name: str, folder: str, search_path: str) -> str:
         raise not_executable(present[0], "is a folder" if os.path.isdir(present[0]) else
                              "has no execute permission")
     raise failure("TOOL_NOT_FOUND", f"The tool {name} was not found "
-                  + (f"at {os.path.join(folder, name)}" if "/" in name else "on PATH"),
+                  + (f"at {os.path.join(app.folder, name)}" if "/" in name else "on PATH"),
                   fix_required="Install it, or correct the command's argv in the manifest")
 
 
@@ -2098,26 +2040,12 @@ def expand_argv(app: "App", argv: "Sequence[str]") -> "List[str]":
             if "{" in element else element for element in argv]
 
 
-def spawn(program: str, argv: "List[bytes]", environment: "Dict[bytes, bytes]",
-          own_group: bool, no_stdin: bool) -> int:
-    """Start a tool and return its pid; it inherits descriptors 0 to 2 as they are.
-
-    Its signal mask is empty; PIPE and XFSZ, which Python ignores, and CHLD are default in it.
-    Raises Failure (exit 4, TOOL_NOT_EXECUTABLE).
-    """
-    more: Json = {"setpgroup": 0} if own_group else {}
-    if no_stdin:
-        more["file_actions"] = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)]
-    try:
-        return os.posix_spawn(program, argv, environment, setsigmask=(), setsigdef=(
-            signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD), **more)
-    except OSError as error:
-        what = _SPAWN_ERRORS.get(error.errno or 0, f"could not be started ({error.strerror})")
-        raise not_executable(program, what) from None
-
-
 def prepare_tool(call: Call) -> Work:
-    """Find all that a passthrough command needs before anything is started (REQ-C-031)."""
+    """Find all that a passthrough command needs before anything is started (REQ-C-031).
+
+    The tool inherits descriptors 0 to 2 as they are. Its signal mask is empty; PIPE and XFSZ, which
+    Python ignores, and CHLD are default in it. Raises Failure (exit 4).
+    """
     app, command = call.app, call.command
     assert command
     entry, tokens = command.entry, [os.fsencode(token) for token in call.line.places]
@@ -2131,15 +2059,24 @@ def prepare_tool(call: Call) -> Work:
                        for name, text in entry.get("env", {}).items())
     variable, _, value = os.fsencode(marker_of(call)).partition(b"=")
     environment[variable] = value
-    search_path = os.fsdecode(environment.get(b"PATH") or os.fsencode(os.defpath))
-    program = find_program(fixed[0], app.folder, search_path)
+    program, no_stdin = find_program(app, command), entry.get("stdin") == "none"
     if "/" in fixed[0]:  # some programs look beside themselves: a virtual environment's python
         argv[0] = os.fsencode(program)
-    no_stdin = entry.get("stdin") == "none"
+
+    def spawn(own_group: bool) -> int:
+        more: Json = {"setpgroup": 0} if own_group else {}
+        if no_stdin:
+            more["file_actions"] = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)]
+        try:
+            return os.posix_spawn(program, argv, environment, setsigmask=(), setsigdef=(
+                signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD), **more)
+        except OSError as error:
+            raise not_executable(
+                program, "names an interpreter in its #! line that is not there"
+                if error.errno == errno.ENOENT else f"does not start: {error.strerror}") from None
 
     def start(journal: "Optional[JournalEntry]") -> Outcome:
-        return tell_ending(call, run_child(call, journal, lambda own_group: spawn(
-            program, argv, environment, own_group, no_stdin)))
+        return tell_ending(call, run_child(call, journal, spawn))
 
     return Work((command.path, program, argv, *surroundings(not no_stdin)), start,
                 reads_stdin=not no_stdin)
@@ -2175,9 +2112,7 @@ def delegated_exit(code: int) -> Outcome:
         code, "DELEGATED_EXIT", f"The delegated tool exited {code}", {"exit_code": code})
 
 
-# ---------------------------------------------------------------------------------------------
-# HTTP operation
-# ---------------------------------------------------------------------------------------------
+# ---- HTTP operation ------------------------------------------------------------------------------
 
 _CODE_OF_STATUS = {
     400: "invalid_input", 401: "unauthenticated", 403: "forbidden", 404: "not_found",
@@ -2357,7 +2292,7 @@ def exchange(call: Call, page: SharedPage, method: str, target: str, headers: "D
              body: "Optional[bytes]") -> "Json":
     """In the child: send the request, read the whole reply, and say what it means."""
     import contextlib
-    import select
+    import io
     import socket
     import urllib.parse
     import urllib.request
@@ -2366,27 +2301,18 @@ def exchange(call: Call, page: SharedPage, method: str, target: str, headers: "D
     # A final reply other than 2xx, perhaps behind interim ones.
     refusal = rb"(HTTP/1\.[01] 1..[^\n]*\n([^\r\n].*\n)*\r?\n)*HTTP/1\.[01] [3-5]"
 
-    class Lines:
+    class Lines(io.BufferedReader):
         """A reply's stream, of whose head http.client would take a line that is cut short."""
 
-        def __init__(self, file: "Any") -> None:
-            self.file = file
-
-        def __getattr__(self, name: str) -> "Any":
-            return getattr(self.file, name)
-
-        def readline(self, limit: int = -1) -> "Any":
-            line = self.file.readline(limit)
+        def readline(self, limit: "Optional[int]" = -1) -> bytes:
+            line = super().readline(limit)
             if line[-1:] != b"\n":
                 raise client.HTTPException("the reply was cut short or has too long a line")
             return line
 
     class Reply(client.HTTPResponse):
-        def __init__(self, *args: "Any", **more: "Any") -> None:
-            super().__init__(*args, **more)
-            vars(self)["fp"] = Lines(self.fp)
-
         def begin(self) -> None:
+            self.fp = Lines(self.fp.detach())
             super().begin()
             while 101 < self.status < 200:  # an interim reply (RFC 9110, 15.2)
                 vars(self)["headers"] = None
@@ -2395,35 +2321,26 @@ def exchange(call: Call, page: SharedPage, method: str, target: str, headers: "D
     class Connection(client.HTTPConnection):
         """One that marks the page between having connected and sending the request."""
 
-        connecting, response_class = False, Reply
+        response_class = Reply
 
         def connect(self) -> None:
-            self.connecting = True  # a proxy's CONNECT is sent in here: not yet the request
-            super().connect()
-            self.connecting = False
+            super().connect()  # a proxy's CONNECT is sent in here: not yet the request
+            page.mark()
             if hasattr(self.sock, "suppress_ragged_eofs"):  # TLS that just breaks off is no end
                 self.sock.suppress_ragged_eofs = False
 
         def send(self, data: "Any") -> None:
             if self.sock is None:
                 self.connect()
-            if self.connecting:
-                super().send(data)
-                return
-            page.mark()
             try:
-                poll = select.poll()
                 while data and not hasattr(self.sock, "cipher"):
-                    seen = b""
-                    poll.register(self.sock, select.POLLIN)
-                    if poll.poll(0):
-                        seen = self.sock.recv(65536, socket.MSG_PEEK)
+                    with contextlib.suppress(BlockingIOError):
+                        seen = self.sock.recv(65536, socket.MSG_PEEK | socket.MSG_DONTWAIT)
                         if re.match(refusal, seen):
                             return  # the rest need not be sent (RFC 9112, 9.5)
                         if not seen:
                             break
-                    poll.register(self.sock, select.POLLOUT | (0 if seen else select.POLLIN))
-                    poll.poll(LOOK * 1000)
+                    wait_ready(self.sock.fileno(), "write", time.monotonic() + LOOK)
                     with contextlib.suppress(BlockingIOError):
                         data = data[self.sock.send(data[:65536], socket.MSG_DONTWAIT):]
                 super().send(data)
@@ -2516,9 +2433,7 @@ def told(reply: "Json", status: "Optional[int]", final: bool = False) -> "Json":
     return {"exit": resolve_exit_code(reply, status), "reply": reply, "final": final}
 
 
-# ---------------------------------------------------------------------------------------------
-# Declared commands
-# ---------------------------------------------------------------------------------------------
+# ---- Declared commands ---------------------------------------------------------------------------
 
 
 class Context:
@@ -2539,23 +2454,6 @@ class Context:
         self.warnings.append({"code": code, "message": message})
 
 
-def run_handler(page: SharedPage, handler: "Callable[..., Any]", args: "Json",
-                dry_run: bool) -> None:
-    """In the child: call the function; its result, failure or exception becomes the answer."""
-    context = Context(dry_run)
-    try:
-        data = handler(args, context)
-        getattr(sys.modules.get("threading"), "_shutdown", int)()  # wait for threads, as at exit
-        if not (data is None or isinstance(data, (dict, list))):
-            raise TypeError(f"the handler returned {type(data).__name__}, not dict, list or None")
-        page.put({"exit": 0, "data": data, "error": None, "warnings": context.warnings})
-    except BaseException as error:  # noqa: BLE001  # SystemExit is an end without an answer too
-        told = error if isinstance(error, Failure) else internal_error(
-            f"The handler failed: {type(error).__name__}: {error}")
-        page.put({"exit": told.exit_code, "data": told.data, "error": told.error,
-                  "warnings": context.warnings})
-
-
 def prepare_handler(call: Call) -> Work:
     """Make ready to run the function that a program bound to a declared command."""
     command, args = call.command, dict(call.args)
@@ -2569,7 +2467,7 @@ def prepare_handler(call: Call) -> Work:
     preview = asked or not brought.get("confirm-destructive", True)
 
     def start(journal: "Optional[JournalEntry]") -> Outcome:
-        outcome = in_child(call, journal, lambda page: run_handler(page, handler, args, preview))
+        outcome = in_child(call, journal, handler, args, preview)
         if outcome.exit_code == 0 and preview and not asked:
             raise failure("CONFIRMATION_REQUIRED", f"{command.words} is destructive and was not "
                           "run; data is what it would do", outcome.data,
@@ -2586,12 +2484,26 @@ def prepare_handler(call: Call) -> Work:
                 not preview, reads_stdin=True)
 
 
-def in_child(call: Call, journal: "Optional[JournalEntry]",
-             work: "Callable[[SharedPage], None]") -> Outcome:
-    """Run a function in a forked child under the wait loop, and tell how it ended."""
-    page = SharedPage(call.request_id)
-    ending = run_child(call, journal, lambda own_group: fork_child(
-        call, page, own_group, lambda: work(page)), page.name)
+def in_child(call: Call, journal: "Optional[JournalEntry]", function: "Callable[..., Any]",
+             args: "Json", dry_run: bool = False) -> Outcome:
+    """Call `function(args, context)` in a forked child under the wait loop; tell how it ended."""
+    page, context = SharedPage(call.request_id), Context(dry_run)
+
+    def work() -> None:
+        try:
+            data = function(args, context)
+            getattr(sys.modules.get("threading"), "_shutdown", int)()  # await threads, as at exit
+            if not (data is None or isinstance(data, (dict, list))):
+                raise TypeError(f"it returned {type(data).__name__}, not dict, list or None")
+            page.put({"exit": 0, "data": data, "error": None, "warnings": context.warnings})
+        except BaseException as error:  # noqa: BLE001  # SystemExit is an end without an answer too
+            told = error if isinstance(error, Failure) else internal_error(
+                f"The handler failed: {type(error).__name__}: {error}")
+            page.put({"exit": told.exit_code, "data": told.data, "error": told.error,
+                      "warnings": context.warnings})
+
+    ending = run_child(call, journal, lambda own_group: fork_child(call, page, own_group, work),
+                       page.name)
     answer, status = page.answer(), ending[0] or 0
     if ending[1] is not None:
         return tell_ending(call, ending, "handler")
@@ -2603,9 +2515,7 @@ def in_child(call: Call, journal: "Optional[JournalEntry]",
     return Outcome(answer["exit"], answer["data"], answer["error"])
 
 
-# ---------------------------------------------------------------------------------------------
-# Built-ins: manifest, doctor, schema, version, help
-# ---------------------------------------------------------------------------------------------
+# ---- Built-ins: manifest, doctor, schema, version, help ------------------------------------------
 
 # What agentcli itself exits with, for the manifest (REQ-C-001): the code, for which kinds of
 # command (passthrough, http, declared, built-in; a capital: only those that are not safe), a name,
@@ -2679,8 +2589,7 @@ def run_manifest(call: Call) -> Outcome:
 
 def run_doctor(call: Call) -> Outcome:
     """Built-in `doctor`: what a newcomer trips over, and how to mend it."""
-    outcome = in_child(call, None, lambda page: page.put(
-        {"exit": 0, "data": {"checks": checks(call)}, "error": None, "warnings": []}))
+    outcome = in_child(call, None, lambda *_: {"checks": checks(call)}, {})
     found = (outcome.data or {}).get("checks", ())
     failed = [check["name"] for check in found if not check["ok"]]
     outcome.text = "\n".join(f"{'ok' if c['ok'] else 'MEND':4} {c['name']}: {c['found']}"
@@ -2709,12 +2618,10 @@ def checks(call: Call) -> "List[Json]":
         return app.source or "registered from Python"
 
     def tool(command: Command) -> str:
-        argv = expand_argv(app, command.entry["argv"])
-        for given, file in zip(command.entry["argv"][1:], argv[1:]):
-            if given.startswith("{manifest_dir}/"):
-                os.stat(file)
-        return find_program(argv[0], app.folder, command.entry.get("env", {}).get("PATH") or
-                            os.environ.get("PATH") or os.defpath)
+        for element in command.entry["argv"][1:]:
+            if element.startswith("{manifest_dir}/"):
+                os.stat(*expand_argv(app, [element]))
+        return find_program(app, command)
 
     def state() -> str:
         folder = os.path.join(app.state_folder(), "journal")
@@ -2751,12 +2658,6 @@ def checks(call: Call) -> "List[Json]":
             check("token file", lambda: "ok" if read_token(app, service_url(app)) else "")
         check("service", service)
     return made
-
-
-def show_schema(call: Call) -> Outcome:
-    """--schema: the command's manifest entry."""
-    assert call.command
-    return Outcome(0, manifest_entry(call.command))
 
 
 def show_version(call: Call) -> Outcome:
@@ -2814,7 +2715,8 @@ def _table(title: str, rows: "Sequence[Tuple[str, str]]") -> "List[str]":
     return ["", f"{title}:"] * bool(rows) + [f"  {a:<{width}}  {b}" for a, b in rows]
 
 
-_LIMIT = flag("integer", "How many entries at most, the newest", default=100)
+_LIMIT = flag("integer", "How many entries at most, the newest; from 1", default=100,
+              pattern="^[1-9]")
 BUILTINS: "Dict[str, Tuple[Callable[[Call], Outcome], str, Json]]" = {
     "manifest": (run_manifest, "Print all that can be called, as data", {
         "etag": flag("string", "An etag seen before: when it still holds, data is null")}),
@@ -2829,9 +2731,7 @@ BUILTINS: "Dict[str, Tuple[Callable[[Call], Outcome], str, Json]]" = {
 }
 
 
-# ---------------------------------------------------------------------------------------------
-# App and main
-# ---------------------------------------------------------------------------------------------
+# ---- App and main --------------------------------------------------------------------------------
 
 
 class App:
@@ -2888,15 +2788,6 @@ class App:
             raise failure("STATE_UNAVAILABLE", f"The state folder must be an absolute path, not "
                           f"{folder!r}", fix_required=f"Set {self.prefix}STATE_DIR to one")
         return folder
-
-    def timeout_of(self, command: "Optional[Command]") -> float:
-        """A command's time limit in seconds, unless the call sets another; 0 for none."""
-        if command is None:
-            return 0
-        usual: float = TIMEOUTS[command.kind]
-        if self.timeout is not None and command.kind != "builtin":
-            usual = self.timeout
-        return float(command.entry.get("timeout", usual))
 
     def register(self, path: str, **entry: "Any") -> None:
         """Add a command; path is dotted ("task.add"), entry is what a manifest entry holds.

@@ -847,8 +847,8 @@ while time.monotonic() < seen + 0.5: signal.sigtimedwait([], 0.1)"""), "15")
         for _ in range(5):
             p = subprocess.run(["timeout", "1", sys.executable, AGENTCLI, "py",
                                 tool + "; print('tidied')"],
-                               env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               stdin=subprocess.DEVNULL, cwd=self.dir, check=False)
+                               env=self.env, capture_output=True, stdin=subprocess.DEVNULL,
+                               cwd=self.dir, check=False)
             self.assertEqual((p.returncode, p.stdout), (124, b"tidied\n"), p)
 
     def test_a_second_signal_kills_at_once(self):
