@@ -1277,7 +1277,7 @@ class JournalEntry:
                 "code", "message", "retryable")})
         else:
             fields.update(error=outcome.error, data=outcome.data)
-        self.note("finished", **fields)
+        self.note("finished", **{key: value for key, value in fields.items() if value is not None})
 
 
 _TIME: "Rule" = (lambda value: _is_number(value, highest=1e11), "seconds")
@@ -1286,8 +1286,7 @@ _RECORD_KEYS: "Dict[str, Rule]" = {
     "event": _one_of("started", "running", "finished", "void"), "end": _TIME,
     "exit": (lambda value: type(value) is int and 0 <= value <= 255, "an exit code"),
     "data": (lambda value: isinstance(value, (dict, list, type(None))), "JSON"),
-    "error": (lambda value: value is None or isinstance(value, dict)
-              and isinstance(value.get("code"), str), "an error"),
+    "error": (lambda value: isinstance(value, dict) and isinstance(value.get("code"), str), "one"),
     **dict.fromkeys(("session", "who", "operation_id"), _STRING), "omitted": _BOOL,
     "pid": (lambda value: type(value) is int and value > 0, "a process")}
 
@@ -1295,7 +1294,7 @@ _RECORD_KEYS: "Dict[str, Rule]" = {
 def whole_records(descriptor: int, key: str = "") -> "Iterator[Json]":
     """The journal's records, of one id or of all, the last first, without those of no run."""
     void = set()  # runs that never started
-    for _, found in records_backwards(descriptor, key.encode() or b"{"):
+    for _, found in records_backwards(descriptor, b'"' + key.encode()):
         record = sound(found, _RECORD_KEYS)
         if not {"id", "run", "command", "at", "event"} <= set(record) \
                 or key not in ("", record["id"]):  # a handler's data may hold the text, too
@@ -1303,9 +1302,9 @@ def whole_records(descriptor: int, key: str = "") -> "Iterator[Json]":
         if record["event"] == "void":
             void.add(record["run"])
         if record["event"] == "finished" and (
-                not {"exit", "end", "error"} <= set(record) or "operation_id" not in record and (
-                    record["error"] is not None if not record["exit"] else
-                    shape_faults(record["error"], _ERROR_KEYS, ("code", "message", "retryable")))):
+                not {"exit", "end"} <= set(record) or "operation_id" not in record and (
+                    "error" in record if not record["exit"] else shape_faults(
+                        record.get("error"), _ERROR_KEYS, ("code", "message", "retryable")))):
             continue
         if record["run"] not in void:
             yield record
