@@ -1461,19 +1461,14 @@ def run_journal(call: Call) -> Outcome:
         if wanted and name[:4] != "day-" and name != wanted + ".jsonl":
             continue
         try:
-            descriptor = os.open(os.path.join(folder, name), os.O_RDONLY | os.O_NONBLOCK)
+            with open(os.open(os.path.join(folder, name), os.O_RDONLY | os.O_NONBLOCK), "rb") as f:
+                for record in whole_records(f.fileno()):
+                    if wanted in (None, record.get("session"), name[:-6]):
+                        run = runs.setdefault(record["run"], record)  # the last one tells most
+                        run.setdefault("pid", record.get("pid"))
+                        ids.setdefault(record["run"], set()).add(record["id"])
         except OSError as error:
-            call.warn("STATE_UNAVAILABLE", f"A journal file is left out: {error}")
-            continue
-        try:
-            for record in whole_records(descriptor):
-                if wanted in (None, record.get("session"), name[:-6]):
-                    run = runs.setdefault(record["run"], record)  # the last one tells most
-                    run.setdefault("pid", record.get("pid"))
-                    ids.setdefault(record["run"], set()).add(record["id"])
-        except OSError as error:
-            call.warn("STATE_UNAVAILABLE", f"{name} in the journal cannot be read: {error}")
-        os.close(descriptor)
+            call.warn("STATE_UNAVAILABLE", f"{name} of the journal is left out: {error}")
     try:
         locks = os.open(os.path.join(folder, "locks"), os.O_RDWR)
     except OSError:  # none was ever taken, or none can be on a read-only disk
@@ -2113,6 +2108,9 @@ def delegated_exit(code: int) -> Outcome:
 
 # ---- HTTP operation ------------------------------------------------------------------------------
 
+_UNFINISHED = {  # what a status means that ends in an exit code other than 0 without an error
+    "ok": "The service took the request but has not finished it (HTTP 202)",
+    "partial": "The service did a part of it", "needs_clarification": "The service asks back"}
 _CODE_OF_STATUS = {
     400: "invalid_input", 401: "unauthenticated", 403: "forbidden", 404: "not_found",
     409: "conflict", 412: "etag_conflict", 413: "limit_exceeded", 422: "invalid_input",
@@ -2257,8 +2255,7 @@ def send_request(call: Call, method: str, target: str, headers: "Dict[str, str]"
     if cause is None and answer:
         pending = answer["exit"] == 6 and answer["reply"]["status"] == "ok"
         if pending and call.operation_id and not answer["final"]:
-            call.warn("PENDING", "The service took the request but has not finished it (HTTP 202); "
-                      f"look operation {call.operation_id} up")
+            call.warn("PENDING", f"{_UNFINISHED['ok']}; look operation {call.operation_id} up")
         return Outcome(answer["exit"], error=answer["reply"]["error"], reply=answer["reply"],
                        final=answer["final"])
     if cause and not page.marked:
@@ -2944,7 +2941,7 @@ def report(call: Call, outcome: Outcome) -> int:
     if call.format == "text":
         told += [sentence] * bool(error) + [outcome.note] * bool(outcome.note)
         if outcome.exit_code and outcome.reply and not told:
-            told = [f"the service's answer is {outcome.reply['status']}, not finished or not whole"]
+            told = [_UNFINISHED[outcome.reply["status"]]]
     if told:
         text = "".join(f"{call.app.name}: {printable(line)}\n" for line in told)
         if outcome.ran and error.get("code") != "DELEGATED_EXIT" and os.isatty(2):

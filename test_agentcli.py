@@ -1967,9 +1967,9 @@ class ReplyTest(HttpCase):
             self.assertNotRegex(answer.out + answer.err, b"\x1b|request_id")
         lost = operation("error", "operation_unknown", "uncertain")
         lost["error"]["operation_id"] = "op_zz"
-        for code, data, says in ((6, reply(200, operation("partial")), b"partial"),
-                                 (3, reply(200, operation("needs_clarification")), b"needs_clar"),
-                                 (6, reply(202, operation()), b"202|not finished"),
+        for code, data, says in ((6, reply(200, operation("partial")), b"a part"),
+                                 (3, reply(200, operation("needs_clarification")), b"asks back"),
+                                 (6, reply(202, operation()), b"202"),
                                  (6, reply(200, lost), b"uncertain.*op_zz")):
             self.service.reply = data
             answer = self.end(self.add("--format", "text"))
