@@ -893,7 +893,8 @@ def read_option(token: str, waiting: "List[str]", flags: "Json", line: CommandLi
         text = None if text[:1] == "-" and text != "-" and not is_number(text) else text
     if name not in flags:  # far names are not offered: --dry-run was not meant as --rerun
         wrong = f"There is no option {given} here"
-        near = nearest(given, ["--" + known for known in flags], 0.76)
+        near = nearest(given, ["--" + known for known in flags], 0.76) or (
+            None if line.words else "What is a command's own goes behind its path")
     else:
         wrong = f"{given} takes no value" if boolean and text is not None else \
             f"{given} needs a value" if not boolean and text is None else ""
@@ -1341,8 +1342,9 @@ def replay(record: "Json") -> Outcome:
     if data is None or isinstance(data, dict):
         data = dict(data or {}, effect="noop")
     if error:
-        error = dict(error, suggestion=f"So it ended at {timestamp(record['end'])}; it was not run "
-                     "again. --rerun before the command path runs it")
+        told = f"It ended so at {timestamp(record['end'])} and was not run again; --rerun before " \
+               "the command path runs it"
+        error = dict(error, suggestion=". ".join(filter(None, (error.get("suggestion"), told))))
     return Outcome(record["exit"], data, error, meta={"idempotency_hit": True,
                                                       "first_run_at": when},
                    note="" if error else
@@ -2044,7 +2046,8 @@ def prepare_tool(call: Call) -> Work:
     assert command
     entry, tokens = command.entry, [os.fsencode(token) for token in call.line.places]
     fixed = expand_argv(app, entry["argv"])
-    if tokens in ([b"--help"], [b"-h"]) and "help_argv" in entry:
+    helps = tokens in ([b"--help"], [b"-h"]) and "help_argv" in entry
+    if helps:
         fixed, tokens = fixed + entry["help_argv"], []
     # The manifest's text is UTF-8 whatever the locale; a folder filled into it may be no text.
     argv = [element.encode("utf-8", "surrogateescape") for element in fixed] + tokens
@@ -2072,7 +2075,7 @@ def prepare_tool(call: Call) -> Work:
     def start(journal: "Optional[JournalEntry]") -> Outcome:
         return tell_ending(call, run_child(call, journal, spawn))
 
-    return Work((command.path, program, argv, *surroundings(not no_stdin)), start,
+    return Work((command.path, program, argv, *surroundings(not no_stdin)), start, not helps,
                 reads_stdin=not no_stdin)
 
 
@@ -2465,8 +2468,8 @@ def prepare_handler(call: Call) -> Work:
     def start(journal: "Optional[JournalEntry]") -> Outcome:
         outcome = in_child(call, journal, handler, args, preview)
         if outcome.exit_code == 0 and preview and not asked:
-            raise failure("CONFIRMATION_REQUIRED", f"{command.words} is destructive and was not "
-                          "run; data is what it would do", outcome.data,
+            raise failure("CONFIRMATION_REQUIRED", f"{command.words} is destructive and was only "
+                          "asked what it would do: data", outcome.data,
                           fix_required="Add --confirm-destructive to do it")
         if preview:
             outcome.meta["dry_run"] = True
@@ -2592,7 +2595,7 @@ def run_doctor(call: Call) -> Outcome:
                              + f". {c.get('fix')}" * ("fix" in c) for c in found)
     if failed:
         wrong = failure("CHECKS_FAILED", f"Not in order: {', '.join(failed)}",
-                        suggestion="What was found for each says how to mend it")
+                        suggestion="The fix of each in data.checks says how to mend it")
         outcome.exit_code, outcome.error = wrong.exit_code, wrong.error
     return outcome
 
@@ -2605,7 +2608,7 @@ def checks(call: Call) -> "List[Json]":
         try:
             made.append({"name": name, "ok": True, "found": str(find(*args))})
         except (Failure, OSError) as wrong:
-            fix = getattr(wrong, "error", {}).get("fix_required", "Correct it, or its setting")
+            fix = getattr(wrong, "error", {}).get("fix_required", "Correct this setting")
             made.append({"name": name, "ok": False, "found": str(wrong), "fix": fix})
 
     def manifest() -> str:
@@ -2615,15 +2618,18 @@ def checks(call: Call) -> "List[Json]":
 
     def tool(command: Command) -> str:
         for element in command.entry["argv"][1:]:
-            if element.startswith("{manifest_dir}/"):
-                os.stat(*expand_argv(app, [element]))
+            path, = expand_argv(app, [element])
+            if element.startswith("{manifest_dir}/") and not os.path.exists(path):
+                raise failure("TOOL_NOT_FOUND", f"There is no {path}", fix_required="Put it there, "
+                              "or correct the command's argv in the manifest")
         return find_program(app, command)
 
     def state() -> str:
         folder = os.path.join(app.state_folder(), "journal")
         private_folder(folder)
         if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, "not writable", folder)
+            raise failure("STATE_UNAVAILABLE", f"{folder} is not writable", fix_required="Make it "
+                          f"so, or set {app.prefix}STATE_DIR to a folder that is")
         return app.state_folder()
 
     def service() -> str:
