@@ -142,7 +142,7 @@ _EXIT_OF_STATUS = {200: 0, 201: 0, 202: 6, 400: 2, 413: 2, 422: 2, 409: 4, 412: 
 class Outcome:
     """How a call ended: what `report` needs to know of it, and nothing else."""
 
-    ran = False  # a tool may have written to the descriptors that agentcli shares with it
+    ran = False  # a tool has, and may have left half a line on the terminal
     text: "Optional[str]" = None  # what a person reads instead of `data`
     note = ""  # and what beside it, on stderr
     reply: "Optional[Json]" = None  # an OperationEnvelope, which then is the whole answer
@@ -187,7 +187,7 @@ class Cancelled(Failure):
     """A signal asked agentcli to end; what names the child that it stopped, if one had begun."""
 
     def __init__(self, signo: int, what: str = "") -> None:
-        context = dict({"signal": signo}, **({} if what else {"started": False}))
+        context = {"signal": signo} if what else {"signal": signo, "started": False}
         super().__init__(
             128 + signo, "CANCELLED", f"agentcli was told to stop by {signal_name(signo)} (signal "
             f"{signo}) " + (f"and stopped the {what}" if what else "before anything was started"),
@@ -219,7 +219,7 @@ def nearest(word: str, known: "Iterable[str]", cutoff: float = 0.6) -> "Optional
     import difflib
 
     known = list(known)
-    near = [name for name in known if name.startswith(word)][:3] \
+    near = [name for name in known if word and name.startswith(word)][:3] \
         or difflib.get_close_matches(word, known, cutoff=cutoff)
     return f"Did you mean {' or '.join(near)}?" if near else None
 
@@ -293,6 +293,14 @@ def is_operation_envelope(value: "Json") -> bool:
                  or status in ("needs_clarification", "partial") and (told or error is None)))
 
 
+def is_near_envelope(value: "Json") -> bool:
+    """Whether a JSON object that is no OperationEnvelope was meant to be one."""
+    status = value.get("status")
+    return set(value) >= set(operation_envelope("", "")) or status in (
+        "ok", "needs_clarification", "partial", "error") and (
+            "schema_version" in value or status != "ok" and isinstance(value.get("error"), dict))
+
+
 def resolve_exit_code(envelope: "Json", http_status: "Optional[int]") -> int:
     """The exit code of an OperationEnvelope: its meaning first, the HTTP status second.
 
@@ -318,15 +326,12 @@ def json_line(document: "Any") -> bytes:
     return text.encode("ascii") + b"\n"
 
 
-TWICE = object()  # what a key that occurs twice in one object is worth: it breaks every rule
-
-
-def parse_json(data: bytes, huge: bool = False, twice: "Any" = None) -> "Any":
+def parse_json(data: bytes, huge: bool = False, twice: bool = False) -> "Any":
     """One JSON value (RFC 8259) from UTF-8 bytes, strictly. Raises ValueError, saying where.
 
     Refused beyond the grammar: a byte-order mark, NaN and Infinity, a key twice in one object, a
     number too large for a double (huge: but not an integer), and nesting too deep to be read.
-    twice: the value of a key that occurs twice, where that is no error yet.
+    twice: a key that occurs again is kept, under a name that says so and breaks any table's rules.
     """
     text = data.decode("utf-8")
 
@@ -351,7 +356,7 @@ def parse_json(data: bytes, huge: bool = False, twice: "Any" = None) -> "Any":
         for name, value in pairs:
             if name in found and not twice:
                 raise ValueError(f"the key {json.dumps(name)} occurs twice in one object")
-            found[name] = twice if name in found else value
+            found[f'{name}" = "given twice' if name in found else name] = value
         return found
 
     try:
@@ -561,14 +566,12 @@ def shape_faults(value: "Any", rules: "Dict[str, Rule]",
                  required: "Iterable[str]" = ()) -> "List[str]":
     """What of an object breaks a table of rules, a sentence a breach."""
     if not isinstance(value, dict):
-        return ["the name occurs twice" if value is TWICE else "must be an object"]
+        return ["must be an object"]
     faults = [f'"{key}" is missing; it must be {rules[key][1]}' for key in required
               if key not in value]
     for key, item in value.items():
         if key not in rules:
             faults.append(f'unknown key "{key}". {nearest(str(key), rules) or ""}'.rstrip(". "))
-        elif item is TWICE:
-            faults.append(f'the key "{key}" occurs twice')
         elif not rules[key][0](item):
             faults.append(f'"{key}" must be {rules[key][1]}')
     return faults
@@ -738,7 +741,7 @@ def load(path: str, app: "Optional[App]" = None) -> "App":
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise OSError(errno.EINVAL, "it is not a regular file")
-            document = parse_json(file.read(), twice=TWICE)
+            document = parse_json(file.read(), twice=True)
         faults += shape_faults(document, _ROOT_KEYS, ("commands",))
     except FileNotFoundError:
         faults.append(
@@ -756,7 +759,7 @@ def load(path: str, app: "Optional[App]" = None) -> "App":
     commands = {name: Command(name, entry) for name, entry in declared.items()}
     for name, command in commands.items():
         if not isinstance(declared[name], dict):
-            faults.append(f'command "{name}": {shape_faults(declared[name], {})[0]}')
+            faults.append(f'command "{name}": must be an object')
             continue
         faults += command.faults(app)
         if script and command.kind == "declared":
@@ -886,7 +889,7 @@ def read_option(token: str, waiting: "List[str]", flags: "Json", line: CommandLi
         given, name = token[:2], letters.get(token[1], "")
         text = token[3:] if token[2:3] == "=" else token[2:] or None
     near, boolean = None, flags.get(name, {}).get("type") == "boolean"
-    if boolean and token[:2] != "--" and text is not None:
+    if boolean and token[:2] != "--" and text is not None and token[2] != "-":
         text, rest = None, "-" + token[2:]
     if text is None and name in flags and not boolean:
         text = waiting.pop() if waiting else "--"
@@ -1002,9 +1005,10 @@ def _unknown_command(call: Call, extra: "Sequence[str]") -> Failure:
     if group and not extra:
         return argument_error(f"{group} is a group of commands; call one of: {', '.join(below)}")
     typed = " ".join(call.line.words + list(extra))
-    groups = {" ".join(words.split()[:len(call.line.words) + 1]) for words in below}
+    groups = [" ".join(words.split()[:len(call.line.words) + 1]) for words in below]
     return argument_error(f"There is no command {typed}", context={"commands": below},
-                          suggestion=nearest(typed.replace(".", " ").lower(), {*below, *groups})
+                          suggestion=nearest(typed.replace(".", " ").lower(),
+                                             dict.fromkeys(below + groups))
                           or "Call one of: " + ", ".join(below))
 
 
@@ -1077,13 +1081,13 @@ def private_folder(path: str) -> None:
 
 
 def private_file(path: str) -> int:
-    """Open a regular file to read and append, made 0600 if it is new. Raises OSError."""
+    """Open a regular file to read and append; a new one is 0600. Raises OSError."""
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o600)
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", path)
-    if mode & 0o600 != 0o600:  # here, too
+    if mode & 0o600 != 0o600:  # the umask may have kept the owner out
         os.fchmod(descriptor, 0o600)
     return descriptor
 
@@ -1240,8 +1244,10 @@ class JournalEntry:
         record = next(whole_records(self.open_files[1], key), None)
         if self.key is not None:
             for day in self._day(KEY_SECONDS), self._day(-KEY_SECONDS):  # a clock may be set back
-                if record is None and os.path.exists(os.path.join(self.folder, day)):
-                    record = next(whole_records(self._open(day), key), None)
+                path = os.path.join(self.folder, day)
+                if record is None and os.path.exists(path):
+                    with open(private_file(path), "rb", buffering=0) as file:
+                        record = next(whole_records(file.fileno(), key), None)
             if record and record["at"] < self.began - KEY_SECONDS:
                 record = None
             if record and record.get("who") != self.identity:
@@ -1373,9 +1379,12 @@ def bytes_wait_on_stdin() -> bool:
     import termios
 
     mode = os.fstat(0).st_mode
-    return (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)) \
-        and wait_ready(0, "read", time.monotonic() + 0.25) \
-        and any(fcntl.ioctl(0, termios.FIONREAD, bytes(4)))
+    try:
+        return (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)) \
+            and wait_ready(0, "read", time.monotonic() + 0.25) \
+            and any(fcntl.ioctl(0, termios.FIONREAD, bytes(4)))
+    except OSError:  # a socket that only listens
+        return False
 
 
 def admit(call: Call, work: Work) -> Outcome:
@@ -1498,9 +1507,10 @@ def run_journal(call: Call) -> Outcome:
             entries.append({key: value for key, value in entry.items() if value is not None})
     if locks >= 0:
         os.close(locks)  # and with it every lock that this look has taken
+    more = len(entries) > limit
     return Outcome(0, {"entries": entries[:limit][::-1]}, meta={"pagination": {
-        "total": len(entries), "returned": min(limit, len(entries)),
-        "truncated": len(entries) > limit, "has_more": len(entries) > limit, "next_cursor": None}})
+        "total": len(entries), "returned": min(limit, len(entries)), "truncated": more,
+        "has_more": more, "next_cursor": None}})
 
 
 # ---- Audit log: one line an invocation (REQ-O-030) -----------------------------------------------
@@ -1810,7 +1820,12 @@ def supervise(tree: ProcessTree, deadline: "Optional[float]", grace: float = GRA
     """
     def reap(job_control: bool) -> "Optional[int]":
         """The wait status of a child that has ended, or None; stops with it if it has stopped."""
-        ended, status = os.waitpid(tree.pid, os.WNOHANG | os.WUNTRACED)
+        try:
+            ended, status = os.waitpid(tree.pid, os.WNOHANG | os.WUNTRACED)
+        except ChildProcessError:  # another part of this program took it
+            if grace and child_decides:
+                raise
+            return 0  # a forked child's answer tells all
         if ended and os.WIFSTOPPED(status):
             if job_control:
                 stop_here()  # so that the shell sees the job stop
@@ -1960,7 +1975,7 @@ def flush_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (AttributeError, OSError, ValueError):  # None, closed, or without a reader
+        except (AttributeError, OSError, ValueError, RuntimeError):  # None, closed, not read, odd
             continue
 
 
@@ -2012,7 +2027,7 @@ def find_program(app: "App", command: Command) -> str:
     folders = [app.folder] if "/" in name else [
         entry for entry in search_path.split(os.pathsep) if entry[:1] == "/"]
     present = [path for path in (os.path.join(folder, name) for folder in folders)
-               if os.path.exists(path)]
+               if os.path.isfile(path) or "/" in name and os.path.exists(path)]
     for path in present:
         if os.path.isfile(path) and os.access(path, os.X_OK):
             return path
@@ -2371,7 +2386,7 @@ def exchange(call: Call, page: SharedPage, method: str, target: str, headers: "D
         opener.add_handler(urllib.request.ProxyHandler())
     opener.add_handler(Handler())
     try:
-        reply: Any = opener.open(request)
+        reply: Any = opener.open(request, timeout=None)  # the timer above is the only limit
         status, received = reply.status, read_reply(reply)
     except (OSError, client.HTTPException, ValueError) as error:
         reason = str(getattr(error, "reason", error)) or type(error).__name__
@@ -2407,11 +2422,10 @@ def interpret(call: Call, status: int, received: bytes) -> "Json":
         document = parse_json(received, huge=True) if received.strip() else None
     except ValueError as error:
         problem = f"the reply cannot be read: {error}"
-    if isinstance(document, dict) and "status" in document:
-        if is_operation_envelope(document):
-            return told(document, status, final=True)
-        if len(set(document) & set(operation_envelope("", ""))) > 3:  # it may not pass for success
-            problem = "the reply breaks the OperationEnvelope's schema"
+    if isinstance(document, dict) and is_operation_envelope(document):
+        return told(document, status, final=True)
+    if isinstance(document, dict) and is_near_envelope(document):  # and may not pass for success
+        problem = "the reply breaks the OperationEnvelope's schema"
     if status < 200 or status in (502, 504):
         problem = f"a gateway answered HTTP {status}"
     if problem and (status < 300 or status in (502, 504)):
@@ -2489,6 +2503,12 @@ def in_child(call: Call, journal: "Optional[JournalEntry]", function: "Callable[
     page, context = SharedPage(call.request_id), Context(dry_run)
 
     def work() -> None:
+        try:  # PR_SET_CHILD_SUBREAPER: what the function leaves orphaned stays its descendant
+            import ctypes
+
+            ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
+        except (ImportError, OSError, AttributeError):  # not Linux
+            pass
         try:
             data = function(args, context)
             getattr(sys.modules.get("threading"), "_shutdown", int)()  # await threads, as at exit
@@ -2778,14 +2798,17 @@ class App:
 
     def state_folder(self) -> str:
         """Where the journal and the audit log lie. Raises Failure (STATE_UNAVAILABLE)."""
-        state, home = os.environ.get("XDG_STATE_HOME", ""), os.environ.get("HOME")
-        if not home:
-            import pwd
+        folder = self.setting("STATE_DIR")
+        if not folder:
+            state, home = os.environ.get("XDG_STATE_HOME", ""), os.environ.get("HOME")
+            if not state.startswith("/"):
+                if not home:
+                    import pwd
 
-            home = next((user.pw_dir for user in pwd.getpwall() if user.pw_uid == os.getuid()), "")
-        if not state.startswith("/"):
-            state = os.path.join(home, ".local", "state")
-        folder = self.setting("STATE_DIR") or os.path.join(state, self.name)
+                    home = next((user.pw_dir for user in pwd.getpwall()
+                                 if user.pw_uid == os.getuid()), "")
+                state = os.path.join(home, ".local", "state")
+            folder = os.path.join(state, self.name)
         if not folder.startswith("/"):
             raise failure("STATE_UNAVAILABLE", f"The state folder must be an absolute path, not "
                           f"{folder!r}", fix_required=f"Set {self.prefix}STATE_DIR to one")
@@ -2863,10 +2886,10 @@ class App:
     def main(self, argv: "Optional[Sequence[str]]" = None) -> "NoReturn":
         """Answer one command line and end the process with its exit code.
 
-        Raises SystemExit alone, with signals blocked for good: one that comes when the answer is
-        told no longer changes the exit code.
+        Raises SystemExit alone. Of this process's own command line (argv is None), signals are
+        then blocked for good: one that comes when the answer is told changes no exit code.
         """
-        if hasattr(signal, "pthread_sigmask"):
+        if argv is None and hasattr(signal, "pthread_sigmask"):
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         sys.exit(self.run(argv))
 
