@@ -503,7 +503,7 @@ _OBJECT: "Rule" = (lambda value: isinstance(value, dict), "an object")
 _LIST: "Rule" = (lambda value: isinstance(value, list), "a list")
 _BOOL: "Rule" = (lambda value: isinstance(value, bool), "true or false")
 _SECONDS: "Rule" = (_is_number, f"a number of seconds from 0 (no limit) to {LONGEST_TIMEOUT}")
-_COUNT: "Rule" = (lambda value: type(value) is int and value > 0, "a whole number from 1")
+_COUNT: "Rule" = (lambda value: type(value) is int and 0 < value <= 10 ** 15, "1 to 10 ** 15")
 _FEW: "Rule" = (lambda value: type(value) is int and 0 < value <= 1000, "1 to 1000")
 _PATH: "Rule" = (lambda value: _is_string(value) and value[:1] == "/", "an absolute path")
 _NAME = _like("[a-z0-9]+(-[a-z0-9]+)*", "lower-case words in kebab-case")
@@ -701,9 +701,14 @@ class Command:
 
 def path_faults(commands: "Dict[str, Command]") -> "List[str]":
     """Passthrough paths that are groups too: their second word would be the tool's."""
-    return [f'command "{path}": a passthrough path may not be a group, but there is "{other}"'
-            for path, command in commands.items() if command.kind == "passthrough"
-            for other in commands if other.startswith(path + ".")]
+    tools = {path for path, command in commands.items() if command.kind == "passthrough"}
+    faults = []
+    for other in commands:
+        words = other.split(".")
+        above = {".".join(words[:n]) for n in range(1, len(words))}
+        faults += [f'command "{path}": a passthrough path may not be a group, but there is '
+                   f'"{other}"' for path in sorted(above & tools)]
+    return faults
 
 
 def invalid_manifest(path: str, faults: "Sequence[str]") -> Failure:
@@ -737,7 +742,7 @@ def load(path: str, app: "Optional[App]" = None) -> "App":
     app.source = path
     document, faults = {}, []  # type: Any, List[str]
     try:
-        app.folder = os.path.dirname(os.path.abspath(path))
+        app.folder = os.path.realpath(os.path.dirname(path) or ".")  # one spelling for the journal
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise OSError(errno.EINVAL, "it is not a regular file")
@@ -1200,7 +1205,7 @@ class JournalEntry:
         self.open_files: List[int] = []
         self.places: List[Place] = []
         session = call.options.get("session")
-        of = {} if session is None else {"session": digest("session", session)}
+        of = {} if session is None else {"session": digest("session", os.fsencode(session))}
         if self.key is not None:
             self.places.append((self._day(0), digest("key", self.key), dict(of, who=identity)))
         if session is not None:
@@ -1367,7 +1372,7 @@ def surroundings(reads_stdin: bool = True) -> "Tuple[Any, ...]":
         file = (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns,
                 os.lseek(0, 0, os.SEEK_CUR))
     try:
-        return os.getcwd(), file
+        return os.getcwdb(), file
     except OSError:  # it was deleted
         info = os.stat(".")
         return (info.st_dev, info.st_ino), file
@@ -1457,7 +1462,7 @@ def run_journal(call: Call) -> Outcome:
     # Not the session of the environment: who was killed comes back with a new one.
     limit: int = call.args["limit"]
     session = call.line.given.get("session")
-    wanted = digest("session", session[0]) if session else None
+    wanted = digest("session", os.fsencode(session[0])) if session else None
     runs: Dict[str, Json] = {}
     ids: Dict[str, Set[str]] = {}  # of each run, one in each of its places
     told: Set[str] = set()  # the calls and operations whose end a later run has told
@@ -1729,12 +1734,17 @@ class ProcessTree:
 
     def members(self) -> "Dict[int, int]":
         """The processes of the tree that are alive (zombies are not), and the group of each."""
-        if not os.path.exists("/proc/self/stat"):
+        try:
+            own = os.readlink("/proc/self") == str(os.getpid())  # else another PID namespace's
+            pids = [int(name) for name in os.listdir("/proc") if name.isdigit()] if own else []
+        except OSError:  # there is none, or no descriptor is left
+            pids = []
+        if not pids:
             alone = self.grouped and _send(os.killpg, self.pid, 0)
             return {self.pid: self.pid} if alone else {}
         seen: Dict[int, Tuple[int, int, bytes]] = {}  # pid: parent, group, start time
         found: Set[int] = set()
-        for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        for pid in pids:
             try:
                 fields = _read_proc(pid, "stat").rpartition(b")")[2].split()
                 # One whose first thread has ended is shown as a zombie, too.
@@ -1928,18 +1938,18 @@ class SharedPage:
     """
 
     def __init__(self, name: str) -> None:
-        import mmap
-
         self.name, self.writer = name, 0  # the child's pid
         try:
-            with open(os.memfd_create(name), "r+b") as file:
-                os.ftruncate(file.fileno(), PAGE_SIZE)
-                self.memory = mmap.mmap(file.fileno(), PAGE_SIZE)
-        except (AttributeError, OSError):  # not Linux, or the size of files is limited
+            import mmap
+
             try:
+                with open(os.memfd_create(name), "r+b") as file:
+                    os.ftruncate(file.fileno(), PAGE_SIZE)
+                    self.memory = mmap.mmap(file.fileno(), PAGE_SIZE)
+            except (AttributeError, OSError):  # not Linux, or the size of files is limited
                 self.memory = mmap.mmap(-1, PAGE_SIZE)
-            except OSError as error:
-                raise no_child(error) from None
+        except (ImportError, OSError) as error:
+            raise no_child(error) from None
 
     @property
     def marked(self) -> bool:
@@ -1967,7 +1977,7 @@ class SharedPage:
             return {}
 
 
-def no_child(error: OSError) -> Failure:
+def no_child(error: Exception) -> Failure:
     return failure("INTERNAL_ERROR", f"No process could be started: {reason_of(error)}")
 
 
@@ -2046,7 +2056,8 @@ def not_executable(program: str, what: str) -> Failure:
 
 def expand_argv(app: "App", argv: "Sequence[str]") -> "List[str]":
     """A manifest's argv with {python} and {manifest_dir} filled in, in one pass."""
-    values = {"{python}": sys.executable or "python3", "{manifest_dir}": app.folder}
+    values = {"{python}": sys.executable or os.path.realpath("/proc/self/exe"),
+              "{manifest_dir}": app.folder}
     return [re.sub(r"\{python\}|\{manifest_dir\}", lambda m: values[str(m[0])], element)
             if "{" in element else element for element in argv]
 
@@ -2090,8 +2101,9 @@ def prepare_tool(call: Call) -> Work:
     def start(journal: "Optional[JournalEntry]") -> Outcome:
         return tell_ending(call, run_child(call, journal, spawn))
 
-    return Work((command.path, program, argv, *surroundings(not no_stdin)), start, not helps,
-                reads_stdin=not no_stdin)
+    # In bytes: the locale decides what text they are.
+    return Work((command.path, os.fsencode(program), argv, sorted(entry.get("env", {}).items()),
+                 *surroundings(not no_stdin)), start, not helps, reads_stdin=not no_stdin)
 
 
 def tell_ending(call: Call, ending: "Ending", what: str = "tool") -> Outcome:
@@ -2378,6 +2390,7 @@ def exchange(call: Call, page: SharedPage, method: str, target: str, headers: "D
         http_request = https_request = urllib.request.AbstractHTTPHandler.do_request_
 
     if call.deadline:  # should agentcli itself be killed, its sender still ends in time
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, max(1e-6, call.deadline - time.monotonic()))
     request = urllib.request.Request(target, body, headers, method=method)
     opener = urllib.request.OpenerDirector()  # follows no redirect and knows no other scheme
@@ -2493,8 +2506,8 @@ def prepare_handler(call: Call) -> Work:
                       "created, updated, deleted or noop")
         return outcome
 
-    return Work((command.path, call.app.folder, sorted(args.items()), *surroundings()), start,
-                not preview, reads_stdin=True)
+    return Work((command.path, os.fsencode(call.app.folder), sorted(args.items()),
+                 *surroundings()), start, not preview, reads_stdin=True)
 
 
 def in_child(call: Call, journal: "Optional[JournalEntry]", function: "Callable[..., Any]",
@@ -3055,7 +3068,10 @@ def hold_closed_descriptors() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)
+            try:
+                os.open(os.devnull, os.O_RDWR)
+            except OSError:  # in a bare chroot
+                os.pipe()
 
 
 def main(argv: "Optional[Sequence[str]]" = None) -> int:

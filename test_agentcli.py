@@ -407,6 +407,13 @@ class RegistrationTest(Case):
         for r in self.calls(["--help"], ["--version"], ["journal", "--help"], ["manifest", "-V"]):
             self.assertTrue(r.on_stdout["ok"])
 
+    def test_many_commands_are_checked_in_time_that_grows_with_their_number(self):
+        import agentcli
+        began = time.monotonic()
+        many = {f"a{n}": agentcli.Command(f"a{n}", self.entry("true")) for n in range(20000)}
+        self.assertEqual(agentcli.path_faults(many), [])
+        self.assertLess(time.monotonic() - began, 10)
+
     def test_where_the_manifest_is_looked_for(self):
         run = [shutil.copy(AGENTCLI, self.write("app/agentcli.py", b""))]
         for file in "visited/manifest.json", "visited/manifest.example.json":
@@ -436,6 +443,13 @@ class RegistrationTest(Case):
             seen = [os.fsencode(s) for s in seen]
             self.assertEqual(self.call("all", *args).out.decode(), f"{seen}\n")
         self.assertEqual(self.call("env").out, b"{python}\n")
+
+    @on_linux
+    def test_python_is_the_running_one_though_it_does_not_know_its_name(self):
+        p = subprocess.run(["nowhere", AGENTCLI, "py", "print(7)"], executable=sys.executable,
+                           env=dict(self.env, PATH="/nowhere"), cwd=self.dir, check=False,
+                           capture_output=True, stdin=subprocess.DEVNULL)
+        self.assertEqual((p.returncode, p.stdout), (0, b"7\n"), p.stderr)
 
     def test_where_the_program_is_looked_for(self):
         for name in b"bin/tool", b"visited/tool", b"visited/bin/tool":
@@ -848,6 +862,30 @@ while time.monotonic() < seen + 0.5: signal.sigtimedwait([], 0.1)"""), "15")
         self.assertEqual((r.code, r.out), (143, b"got 15\n"))
 
     @on_linux
+    @unittest.skipUnless(os.geteuid() == 0 and shutil.which("unshare"), "needs a namespace")
+    def test_the_processes_of_another_namespace_are_not_taken_for_its_own(self):
+        run = ["unshare", "-pf", sys.executable, AGENTCLI, "--timeout=.3", "sh", "exec sleep 300"]
+        began = time.monotonic()
+        p = subprocess.run(run, env=self.env, capture_output=True, cwd=self.dir, check=False)
+        if b"unshare: " in p.stderr:
+            self.skipTest("no namespaces here")
+        e = self.ends(Answer(p.returncode, p.stdout, p.stderr), 10, "TIMEOUT")
+        self.assertEqual(e["warnings"], [])
+        self.assertLess(time.monotonic() - began, 6)
+
+    @on_linux
+    def test_a_tool_is_stopped_though_no_descriptor_is_left(self):
+        few = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (6, 6))
+        self.env["LEDGER_STATE_DIR"] = f"{self.dir}/state"
+        keyed = "--session=s", "--idempotency-key=k"
+        self.call(*keyed, "sh", "exit 0")
+        r = self.call("--session=s", "--idempotency-key=k2", "--timeout=.5", "sh", "sleep 300",
+                      preexec_fn=few)
+        self.assertIn(r.code, (4, 10), r.err)
+        self.assertNotIn(b"Traceback", r.err)
+        self.gone()
+
+    @on_linux
     def test_a_signal_that_is_sent_to_it_and_at_once_to_its_group_is_one(self):
         tool = "import signal as s, time; s.signal(15, lambda *_: 0)\nprint('ready', flush=True)" \
                "; s.pause(); time.sleep(0.3); print('tidied')"
@@ -1162,6 +1200,22 @@ class JournalTest(StoreCase):
             self.does("replayed", option, "add", wait)
         for folder in self.dir, self.state:
             self.does("ran replayed", "add", "", cwd=folder)
+        self.save(add=dict(self.commands["add"], env={"TARGET": "B"}))
+        self.does("ran replayed", "add", "")
+
+    def test_a_call_is_the_same_however_its_folder_is_spelled_and_the_locale_reads_it(self):
+        folder = self.dir / "caf\u00e9"
+        folder.mkdir()
+        os.symlink(folder, self.dir / "link")
+        self.commands = {"add": self.entry("./tool")}
+        self.save(folder / "manifest.json")
+        shutil.copy(self.write("tool", b"#!/bin/sh\n", 0o755), folder)
+        rows = [{"AGENTCLI_MANIFEST": manifest, "LC_ALL": locale, "PYTHONUTF8": "0"}
+                for manifest in (f"{folder}/manifest.json", f"{self.dir}/link/manifest.json",
+                                 "manifest.json") for locale in ("C.UTF-8", "C")]
+        for wanted, env in zip(["ran"] + ["replayed"] * 5, rows):
+            for session in "s", "caf\u00e9":
+                self.does(wanted, "--session", session.encode(), "add", cwd=folder, env=env)
 
     def test_a_safe_command_or_one_without_session_and_key_always_runs_and_leaves_no_file(self):
         self.does("ran ran", "add", "", env={"LEDGER_SESSION_ID": ""})
