@@ -74,7 +74,7 @@ if TYPE_CHECKING:
 
     Json = Dict[str, Any]
     Rule = Tuple[Callable[[Any], bool], str]  # what a value must pass, and how to say it
-    Ending = Tuple[Optional[int], Optional[int], List[int]]  # wait status, cause, survivors
+    Ending = Tuple[int, Optional[int], List[int]]  # wait status, cause, survivors
     Place = Tuple[str, str, Json]  # a journal file, a run's id in it, what its records add
 else:
     signal = _signal  # its numbers are plain ints, and no folder can stand in for it
@@ -115,7 +115,7 @@ def _by_word(table: "Dict[int, str]") -> "Dict[str, int]":
     return {word: number for number, words in table.items() for word in words.split()}
 
 
-_FAULTS = _by_word({  # what agentcli's own failures exit with
+_EXIT_OF_FAILURE = _by_word({  # what agentcli's own failures exit with
     1: "INTERNAL_ERROR",
     2: "ARG_ERROR INVALID_MANIFEST INVALID_AUDIT_LOG_SETTING INVALID_CURSOR CONFIRMATION_REQUIRED "
        "CONFIGURATION_INVALID",
@@ -124,8 +124,8 @@ _FAULTS = _by_word({  # what agentcli's own failures exit with
        "UNSUPPORTED_PLATFORM CHECKS_FAILED",
     6: "IDEMPOTENCY_CONFLICT IN_PROGRESS",
     10: "TIMEOUT"})
-# Of an OperationEnvelope's error. Where `not_found` and `proposal_not_applicable` end is left to
-# the HTTP status.
+# Of an OperationEnvelope's error. Every other code (`not_found`, `conflict` ...) ends as the HTTP
+# status says.
 _EXIT_OF_CODE = _by_word({
     1: "unauthenticated forbidden internal_error",
     2: "invalid_input configuration_invalid calendar_unsupported limit_exceeded cursor_expired "
@@ -169,14 +169,21 @@ class Failure(Outcome, Exception):
         Exception.__init__(self, message)
         error = {"code": code, "message": message, "retryable": retryable}
         error.update((key, value) for key, value in fields.items() if value is not None)
-        Outcome.__init__(self, exit_code, data, error)
         faults = shape_faults(error, _ERROR_KEYS)
-        if faults or not 1 <= exit_code <= 255 or not isinstance(data, (dict, list, type(None))):
-            raise ValueError(f"this is no Failure: exit_code {exit_code}, {'; '.join(faults)}")
+        if not isinstance(exit_code, int) or not 1 <= exit_code <= 255:
+            faults.append(f"exit_code must be 1 to 255, not {exit_code!r}")
+        if not isinstance(data, (dict, list, type(None))):
+            faults.append("data must be a dict, a list or None")
+        if faults:
+            raise ValueError(f"this is no Failure: {'; '.join(faults)}")
+        Outcome.__init__(self, exit_code, data, error)
 
 
 class RegistrationError(ValueError):
-    """What a manifest or `App.register` declares breaks the rules; `faults` lists each breach."""
+    """What `App.register` or App itself declares breaks the rules (REQ-C-002 and others).
+
+    faults: a sentence for each breach; a faulty manifest file is told by `App.run` instead.
+    """
 
     def __init__(self, faults: "Sequence[str]") -> None:
         super().__init__("; ".join(faults))
@@ -196,8 +203,8 @@ class Cancelled(Failure):
 
 def failure(code: str, message: str, data: "Any" = None, **fields: "Any") -> Failure:
     """A failure of agentcli's own, whose code says what it exits with."""
-    phase = "validation" if _FAULTS[code] in (2, 4, 6) else "execution"
-    return Failure(_FAULTS[code], code, message, data, **dict({"phase": phase}, **fields))
+    phase = "validation" if _EXIT_OF_FAILURE[code] in (2, 4, 6) else "execution"
+    return Failure(_EXIT_OF_FAILURE[code], code, message, data, **dict({"phase": phase}, **fields))
 
 
 def argument_error(message: str, **fields: "Any") -> Failure:
@@ -206,7 +213,8 @@ def argument_error(message: str, **fields: "Any") -> Failure:
 
 def internal_error(message: str = "A fault of agentcli's own; the traceback is on stderr",
                    ) -> Failure:
-    """Call it while the exception is handled, so that its traceback is told first."""
+    """A failure for what must not happen; first prints the exception's traceback, if there is one.
+    """
     if sys.exc_info()[0]:
         import traceback
 
@@ -286,24 +294,27 @@ def is_operation_envelope(value: "Json") -> bool:
     version, status, error = value["schema_version"], value["status"], value["error"]
     told = texts(error, "code message", "operation_id") and type(error.get("retryable")) is bool \
         and bool(re.fullmatch("[a-z][a-z0-9_]*", error["code"]))
+    fits = {"ok": error is None, "error": told, "partial": told or error is None,
+            "needs_clarification": told or error is None}
     return (version == 1 and version is not True and value["request_id"] != ""
-            and isinstance(value["warnings"], list) and all(
-                texts(item, "code message", "collection_id item_id") for item in value["warnings"])
-            and (status == "ok" and error is None or status == "error" and told
-                 or status in ("needs_clarification", "partial") and (told or error is None)))
+            and fits.get(status, False) and isinstance(value["warnings"], list) and all(
+                texts(item, "code message", "collection_id item_id") for item in value["warnings"]))
 
 
 def is_near_envelope(value: "Json") -> bool:
     """Whether a JSON object that is no OperationEnvelope was meant to be one."""
     status = value.get("status")
-    return set(value) >= set(operation_envelope("", "")) or status in (
-        "ok", "needs_clarification", "partial", "error") and (
-            "schema_version" in value or status != "ok" and isinstance(value.get("error"), dict))
+    if set(value) >= set(operation_envelope("", "")):
+        return True
+    if status not in ("ok", "needs_clarification", "partial", "error"):
+        return False
+    return "schema_version" in value or status != "ok" and isinstance(value.get("error"), dict)
 
 
 def resolve_exit_code(envelope: "Json", http_status: "Optional[int]") -> int:
-    """The exit code of an OperationEnvelope: its meaning first, the HTTP status second.
+    """The exit code of an OperationEnvelope: its meaning first, the HTTP status (RFC 9110) second.
 
+    http_status: None where no reply came. Returns 0 to 6. Raises nothing and changes nothing.
     >>> resolve_exit_code({"status": "partial", "error": None}, 200)
     6
     """
@@ -349,7 +360,9 @@ def parse_json(data: bytes, huge: bool = False, twice: bool = False) -> "Any":
     def integer(token: str) -> int:
         if len(token) > 100000:  # to read it takes time that grows with its square
             refuse(token, "is too large")
-        return int(token) if huge or len(token) < 300 or number(token) else 0
+        if not huge:
+            number(token)
+        return int(token)
 
     def unique(pairs: "List[Tuple[str, Any]]") -> "Json":
         found: Json = {}
@@ -369,7 +382,7 @@ def parse_json(data: bytes, huge: bool = False, twice: bool = False) -> "Any":
 # ---- Waiting on a descriptor while signals are blocked -------------------------------------------
 
 
-def before_deadline(deadline: "Optional[float]" = None) -> float:
+def heed_signals(deadline: "Optional[float]" = None) -> float:
     """Seconds until the next look, 0 when the deadline (monotonic; None: none) has passed.
 
     With its signals blocked, a process in a plain read or a lock is deaf; between short waits,
@@ -400,7 +413,7 @@ def wait_ready(descriptor: int, event: str, deadline: "Optional[float]") -> bool
     poll, left = select.poll(), 0.0
     poll.register(descriptor, select.POLLIN if event == "read" else select.POLLOUT)
     while not poll.poll(left * 1000):
-        left = before_deadline(deadline)
+        left = heed_signals(deadline)
         if not left:
             return False
     return True
@@ -436,7 +449,7 @@ def read_input(source: str, limit: int = INPUT_LIMIT, deadline: "Optional[float]
 
     deadline: on the monotonic clock; None is none. It reads no further than one byte past the
     limit. Raises Failure (exit 2, ARG_ERROR) when there is more, when the bytes do not come in
-    time or cannot be read.
+    time or cannot be read; Cancelled (exit 128 + N) when a signal ends agentcli meanwhile.
     """
     data, descriptor = bytearray(), 0
     try:
@@ -538,7 +551,7 @@ _COMMAND_KEYS: "Dict[str, Tuple[str, Rule]]" = {  # the kinds that have the key,
         _is_strings([name, text]) and name and "=" not in name for name, text in value.items()),
         "an object of strings, no name empty or with a =")),
     "http": ("h", _OBJECT), "flags": ("hd", _OBJECT), "positionals": ("hd", _LIST),
-    **dict.fromkeys(("stdout", "stderr", "confirm_flag"), ("", _STRING))}
+    **dict.fromkeys(("stdout", "stderr", "confirm_flag"), ("", _STRING))}  # known, to be refused
 _HTTP_KEYS: "Dict[str, Rule]" = {
     "method": _one_of("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD"),
     "path": _like(r"(/([!$-.0-;=@-Z_a-z~]|\{[a-z][a-z0-9_-]*\})*)+",
@@ -547,13 +560,15 @@ _HTTP_KEYS: "Dict[str, Rule]" = {
 _ARGUMENT_KEYS: "Dict[str, Rule]" = {
     "required": _BOOL, "description": _STRING, "pattern": (_is_pattern, "a regular expression"),
     "enum_values": (lambda value: _is_strings(value) and value != [], "a list of strings")}
+_VARIABLE_KEYS: "Dict[str, Rule]" = {
+    "name": (lambda value: _TEXT[0](value) and "=" not in value, "a variable's name"),
+    "description": _STRING}
 _FLAG_KEYS: "Dict[str, Rule]" = dict(
     _ARGUMENT_KEYS, short=_like("[a-zA-Z0-9]", "one letter or digit"),
     type=_one_of("string", "integer", "number", "boolean", "array", "enum"),
     default=(lambda value: True, ""),
-    env_vars=(lambda value: isinstance(value, list) and all(
-        isinstance(v, dict) and _TEXT[0](v.get("name")) and "=" not in v["name"]
-        and _is_strings(list(v.values())) for v in value),
+    env_vars=(lambda value: isinstance(value, list) and not any(
+        shape_faults(item, _VARIABLE_KEYS, ("name",)) for item in value),
         'a list of {"name": ...}'))
 _POSITIONAL_KEYS: "Dict[str, Rule]" = dict(
     _ARGUMENT_KEYS, type=_one_of("string", "integer", "number", "enum"),
@@ -615,11 +630,11 @@ class Command:
                              "http" if "http" in self.entry else "declared")
         self.is_safe = self.entry.get("danger_level") == "safe"
         self.is_destructive = self.entry.get("danger_level") == "destructive"
-        self.positionals: List[Json] = self.entry.get("positionals") or []
+        self.positionals: List[Json] = self.entry.get("positionals", [])
 
     def flags(self) -> "Dict[str, Json]":
         """The command's own flags: those that it declares and those that its kind brings."""
-        return dict(self.entry.get("flags") or {}, **self.brought())
+        return dict(self.entry.get("flags", {}), **self.brought())
 
     def brought(self) -> "Dict[str, Json]":
         flags, body = {}, self.entry.get("http", {}).get("input", "none")
@@ -651,7 +666,7 @@ class Command:
             if entry.get("option_placement") == "any":
                 faults.append('"option_placement" is "strict" for every passthrough command')
             if self.is_destructive:
-                faults.append('a passthrough command may not be "destructive": nothing previews it')
+                faults.append('"danger_level" may not be "destructive": nothing previews a tool')
         faults += shape_faults(entry, rules, ("description", "danger_level")
                                + ("argv",) * (self.kind == "passthrough"))
         if self.kind == "http":
@@ -738,9 +753,11 @@ def load(path: str, app: "Optional[App]" = None) -> "App":
     Every fault of the file is told in one answer by the App's `run`: exit 2, INVALID_MANIFEST,
     whatever is called but help, version and doctor. Raises nothing.
     """
-    script, app = app is not None, app or App()
+    script = app is not None
+    app = app or App()
     app.source = path
-    document, faults = {}, []  # type: Any, List[str]
+    document: Any = {}
+    faults: List[str] = []
     try:
         app.folder = os.path.realpath(os.path.dirname(path) or ".")  # one spelling for the journal
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
@@ -763,8 +780,8 @@ def load(path: str, app: "Optional[App]" = None) -> "App":
     vars(app).update(root)  # what holds, so that --version is right all the same
     commands = {name: Command(name, entry) for name, entry in declared.items()}
     for name, command in commands.items():
-        if not isinstance(declared[name], dict):
-            faults.append(f'command "{name}": must be an object')
+        if "=" in name or not isinstance(declared[name], dict):
+            faults.append(f'command "{name}": must be one object')
             continue
         faults += command.faults(app)
         if script and command.kind == "declared":
@@ -821,8 +838,9 @@ class Call:
         return self.began + self.timeout if self.timeout else None
 
     @property
-    def is_passthrough(self) -> bool:
-        return self.command is not None and self.command.kind == "passthrough"
+    def kind(self) -> str:
+        """The kind of the command that is called, "" as long as it is not known."""
+        return self.command.kind if self.command else ""
 
     @property
     def timeout_ms(self) -> int:
@@ -864,7 +882,7 @@ def read_command_line(argv: "Sequence[str]", commands: "Dict[str, Command]",
             if line.words:
                 break
         elif token[:2] == "--" or token[:1] == "-" and token != "-" and not (
-                is_number(token) and token[1] not in [s.get("short") for s in known.values()]):
+                is_decimal(token) and token[1] not in [s.get("short") for s in known.values()]):
             while token:
                 token = read_option(token, waiting, known, line)
         elif not line.places and set(line.given) <= set(flags) and "." not in token \
@@ -893,28 +911,31 @@ def read_option(token: str, waiting: "List[str]", flags: "Json", line: CommandLi
         letters = {spec["short"]: name for name, spec in flags.items() if "short" in spec}
         given, name = token[:2], letters.get(token[1], "")
         text = token[3:] if token[2:3] == "=" else token[2:] or None
-    near, boolean = None, flags.get(name, {}).get("type") == "boolean"
+    boolean = flags.get(name, {}).get("type") == "boolean"
     if boolean and token[:2] != "--" and text is not None and token[2] != "-":
         text, rest = None, "-" + token[2:]
-    if text is None and name in flags and not boolean:
-        text = waiting.pop() if waiting else "--"
-        text = None if text[:1] == "-" and text != "-" and not is_number(text) else text
+    if text is None and name in flags and not boolean and waiting:
+        text = waiting.pop()
+        if text[:1] == "-" and text != "-" and not is_decimal(text):
+            text = None
+    near = None
     if name not in flags:  # far names are not offered: --dry-run was not meant as --rerun
         wrong = f"There is no option {given} here"
         near = nearest(given, ["--" + known for known in flags], 0.76) or (
             None if line.words else "What is a command's own goes behind its path")
+    elif boolean and text is not None:
+        wrong = f"{given} takes no value"
+    elif not boolean and text is None:
+        wrong = f"{given} needs a value"
     else:
-        wrong = f"{given} takes no value" if boolean and text is not None else \
-            f"{given} needs a value" if not boolean and text is None else ""
-    if wrong:
-        line.fault = line.fault or argument_error(wrong, suggestion=near)
-        return ""
-    line.given.setdefault(name, []).append(True if boolean else text)
-    line.late += [name] if line.words else []
-    return rest
+        line.given.setdefault(name, []).append(True if boolean else text)
+        line.late += [name] if line.words else []
+        return rest
+    line.fault = line.fault or argument_error(wrong, suggestion=near)
+    return ""
 
 
-def is_number(text: str) -> bool:
+def is_decimal(text: str) -> bool:
     """Whether it is a decimal number, such as -1, .5 or 1e-3."""
     return bool(re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text))
 
@@ -927,7 +948,7 @@ def convert(text: str, spec: "Json", where: str) -> "Any":
     elif kind == "integer":
         must = "a whole number"
     elif kind == "number":
-        value = float(text) if is_number(text) else float("inf")
+        value = float(text) if is_decimal(text) else float("inf")
         must = "a finite decimal number" * (abs(value) == float("inf"))
     elif kind == "boolean":  # of a variable: an option takes no value
         value = {"true": True, "1": True, "false": False, "0": False}.get(text)
@@ -965,9 +986,11 @@ def parse(call: Call) -> "Callable[[Call], Outcome]":
     command = call.command = app.commands.get(".".join(line.words))
     call.line = line
     if command:
-        own = app.timeout is None or command.kind == "builtin"
-        call.timeout = command.entry.get("timeout", TIMEOUTS[command.kind] if own else app.timeout)
-    given, setting = dict(line.given), None
+        root = None if command.kind == "builtin" else app.timeout
+        default = TIMEOUTS[command.kind] if root is None else root
+        call.timeout = command.entry.get("timeout", default)
+    given = dict(line.given)
+    audit_fault: Optional[Failure] = None
     if given.pop("json", None):
         given["format"] = given.get("format", []) + ["json"]
     flags = command.flags() if command else {}
@@ -978,18 +1001,19 @@ def parse(call: Call) -> "Callable[[Call], Outcome]":
     try:
         call.audit = audit_log_of(call)
     except Failure as wrong:
-        setting = wrong
+        audit_fault = wrong
     for step, name in (show_help, "help"), (show_version, "version"):
         if name in given:
             return step
     is_doctor = command is not None and command.path == "doctor"
-    for fault in (None if is_doctor else app.broken, line.fault,
-                  setting if command and not is_doctor else None):
+    for fault in ([line.fault] if is_doctor else
+                  [app.broken, line.fault, audit_fault if command else None]):
         if fault:
             raise fault
     if not command and (line.words or line.places):
         raise _unknown_command(call, line.places[:1])
-    strict = command and (call.is_passthrough or command.entry.get("option_placement") == "strict")
+    strict = call.kind == "passthrough" or command and \
+        command.entry.get("option_placement") == "strict"
     for name in line.late:
         if name in app.flags and (strict or name == "manifest"):
             raise argument_error(f"--{name} goes before the command path")
@@ -997,8 +1021,8 @@ def parse(call: Call) -> "Callable[[Call], Outcome]":
     _check_options(call)
     call.args = convert_all(given, flags)
     if command and "schema" in call.options:
-        return lambda call: Outcome(0, manifest_entry(command))
-    if command and not call.is_passthrough:
+        return lambda call: Outcome(0, dict(manifest_entry(command), global_flags=app.flags))
+    if command and call.kind != "passthrough":
         _check_arguments(call, command, line.places)
     return perform if command else show_help
 
@@ -1024,7 +1048,6 @@ def _check_options(call: Call) -> None:
         text = app.setting(variable)
         if text is not None and name not in options:
             options[name] = convert(text, app.flags[name], app.prefix + variable)
-    call.format = options.get("format", call.format)
     call.timeout = options.get("timeout", call.timeout)
     for wrong, message in (
             (not 1 <= len(options.get("session", "-")) <= 255,
@@ -1054,12 +1077,14 @@ def _check_arguments(call: Call, command: Command, texts: "Sequence[str]") -> No
     for text, spec in zip(texts, specs):
         args[spec["name"]] = convert(text, spec, spec["name"])
     for name, spec in command.flags().items():
-        names = [variable["name"] for variable in spec.get("env_vars", ())]
-        variable = next((name for name in names if os.environ.get(name)), "")
-        if name not in args and variable:
+        if name in args:
+            continue
+        variable = next((variable["name"] for variable in spec.get("env_vars", ())
+                         if os.environ.get(variable["name"])), None)
+        if variable:
             value = convert(os.environ[variable], spec, variable)
             args[name] = [value] if spec["type"] == "array" else value
-        elif name not in args and spec.get("default") is not None:
+        elif spec.get("default") is not None:
             args[name] = spec["default"]
     needed = [("--" + name, name, spec) for name, spec in command.flags().items()]
     for shown, name, spec in [(spec["name"], spec["name"], spec) for spec in specs] + needed:
@@ -1161,7 +1186,7 @@ def take_lock(descriptor: int, offset: int, deadline: "Optional[float]",
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 raise
-        left = before_deadline(deadline)
+        left = heed_signals(deadline)
         if not left:
             return False
         time.sleep(left)
@@ -1221,6 +1246,9 @@ class JournalEntry:
         new = not os.path.exists(path)
         self.open_files.append(private_file(path))
         if new:
+            folder = os.open(self.folder, os.O_RDONLY)
+            os.fsync(folder)  # the new file's name, too, is on disk before its first record
+            os.close(folder)
             forget_old_journals(self.folder)
         return self.open_files[-1]
 
@@ -1233,9 +1261,10 @@ class JournalEntry:
             forget_old_journals(self.folder)
         for name, key, _ in self.places:
             self._open(name)
-            at, names = int(key[:15], 16), self.key is not None and "rerun" not in self.call.options
-            if names and not take_lock(locks, at, 0):
-                self.latest()  # it may name another call, for which nobody need wait
+            at = int(key[:15], 16)
+            if self.key is not None and "rerun" not in self.call.options \
+                    and not take_lock(locks, at, 0):
+                self.latest()  # the key may name another call, for which nobody need wait
             if not take_lock(locks, at, self.call.deadline):
                 raise failure(
                     "IN_PROGRESS", "The same call is still running; it did not end within this "
@@ -1313,20 +1342,23 @@ def whole_records(descriptor: int, key: str = "") -> "Iterator[Json]":
             continue
         if record["event"] == "void":
             void.add(record["run"])
-        if record["event"] == "finished" and (
-                not {"exit", "end"} <= set(record) or "operation_id" not in record and (
-                    "error" in record if not record["exit"] else shape_faults(
-                        record.get("error"), _ERROR_KEYS, ("code", "message", "retryable")))):
-            continue
-        if record["run"] not in void:
+        if record["run"] not in void and (record["event"] != "finished" or _tells_end(record)):
             yield record
 
 
+def _tells_end(record: "Json") -> bool:
+    """Whether a `finished` record holds all that `replay` needs (no request is replayed)."""
+    if not {"exit", "end"} <= set(record):
+        return False
+    if "operation_id" in record:
+        return True
+    if record["exit"] == 0:
+        return "error" not in record
+    return not shape_faults(record.get("error"), _ERROR_KEYS, ("code", "message", "retryable"))
+
+
 def forget_old_journals(folder: str) -> None:
-    """Beside a new journal file, remove those that nothing has used for JOURNAL_DAYS."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    os.fsync(descriptor)  # the new file's name, too, is on disk before its first record
-    os.close(descriptor)
+    """Remove the journal's files that nothing has used for JOURNAL_DAYS."""
     for name in os.listdir(folder):
         path = os.path.join(folder, name)
         try:
@@ -1401,7 +1433,7 @@ def admit(call: Call, work: Work) -> Outcome:
     """
     options, command = call.options, call.command
     assert command
-    is_http, keyed = command.kind == "http", "idempotency-key" in options
+    is_http, keyed = call.kind == "http", "idempotency-key" in options
     if not work.journalled or command.is_safe or not (is_http or keyed or "session" in options):
         return work.start(None)
     if is_http:
@@ -1442,8 +1474,8 @@ def admit(call: Call, work: Work) -> Outcome:
 
 def without_journal(call: Call, work: Work, why: str) -> Outcome:
     """Run what cannot be journalled, with a warning, where that is asked for or harmless."""
-    command, options = call.command, call.options
-    needed = "session" in options or not (command and command.kind == "http")
+    options = call.options
+    needed = "session" in options or call.kind != "http"
     if needed and "rerun" not in options:
         raise failure("STATE_UNAVAILABLE", f"The journal cannot be written: {why}; nothing was run",
                       fix_required=f"Make it writable, or set {call.app.prefix}STATE_DIR to a "
@@ -1460,7 +1492,6 @@ def run_journal(call: Call) -> Outcome:
     """
     folder = os.path.join(call.app.state_folder(), "journal")
     # Not the session of the environment: who was killed comes back with a new one.
-    limit: int = call.args["limit"]
     session = call.line.given.get("session")
     wanted = digest("session", os.fsencode(session[0])) if session else None
     runs: Dict[str, Json] = {}
@@ -1480,8 +1511,7 @@ def run_journal(call: Call) -> Outcome:
             with open(os.open(os.path.join(folder, name), os.O_RDONLY | os.O_NONBLOCK), "rb") as f:
                 for record in whole_records(f.fileno()):
                     if wanted in (None, record.get("session"), name[:-6]):
-                        run = runs.setdefault(record["run"], record)  # the last one tells most
-                        run.setdefault("pid", record.get("pid"))
+                        runs.setdefault(record["run"], record)  # the last one tells most
                         ids.setdefault(record["run"], set()).add(record["id"])
         except OSError as error:
             call.warn("STATE_UNAVAILABLE", f"{name} of the journal is left out: {error}")
@@ -1512,6 +1542,7 @@ def run_journal(call: Call) -> Outcome:
             entries.append({key: value for key, value in entry.items() if value is not None})
     if locks >= 0:
         os.close(locks)  # and with it every lock that this look has taken
+    limit: int = call.args["limit"]
     more = len(entries) > limit
     return Outcome(0, {"entries": entries[:limit][::-1]}, meta={"pagination": {
         "total": len(entries), "returned": min(limit, len(entries)), "truncated": more,
@@ -1622,12 +1653,12 @@ def audit_log_of(call: Call) -> "Optional[AuditLog]":
 
 def write_audit_entry(call: Call, outcome: Outcome) -> None:
     """Log an invocation that resolved to a command; what cannot be written becomes a warning."""
-    if not call.audit or not call.command or call.command.kind == "builtin" or call.informs:
+    if not call.audit or not call.command or call.kind == "builtin" or call.informs:
         return
     args = dict(call.args, **{"--" + name if name in call.args else name: value
                               for name, value in call.options.items()
                               if name not in ("session", "format", "manifest")})
-    if call.is_passthrough:
+    if call.kind == "passthrough":
         args["argv"] = "[OMITTED]"
     if "input" in args and "input" in call.command.brought():
         args["input"] = "[OMITTED]"
@@ -1817,8 +1848,8 @@ def next_signal(awaited: "Set[int]", seconds: float) -> "Tuple[int, bool]":
         (signo, signo not in (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP))
 
 
-def supervise(tree: ProcessTree, deadline: "Optional[float]", grace: float = GRACE,
-              at_terminal: bool = False, child_decides: bool = True) -> "Ending":
+def supervise(tree: ProcessTree, deadline: "Optional[float]", at_terminal: bool = False,
+              child_decides: bool = True, own: bool = False) -> "Ending":
     """Wait for a child under one rule: the first of its end, its deadline and a signal decides.
 
     All signals are blocked, and this loop is the one place that takes them. A signal that ends
@@ -1833,7 +1864,7 @@ def supervise(tree: ProcessTree, deadline: "Optional[float]", grace: float = GRA
         try:
             ended, status = os.waitpid(tree.pid, os.WNOHANG | os.WUNTRACED)
         except ChildProcessError:  # another part of this program took it
-            if grace and child_decides:
+            if child_decides and not own:
                 raise
             return 0  # a forked child's answer tells all
         if ended and os.WIFSTOPPED(status):
@@ -1868,20 +1899,20 @@ def supervise(tree: ProcessTree, deadline: "Optional[float]", grace: float = GRA
         if not told and not over:
             if killing:
                 tree.signal(signal.SIGKILL)  # look again until nothing is left
-            elif not grace and signo == signal.SIGTSTP:
+            elif own and signo == signal.SIGTSTP:
                 stop_here()  # agentcli's own child is told nothing
-            elif grace and signo not in (0, signal.SIGCHLD) and not theirs:
+            elif not own and signo not in (0, signal.SIGCHLD) and not theirs:
                 _send(os.killpg if tree.grouped else os.kill, tree.pid, signo)
         elif killing:
             if over:
-                return status, cause, sorted(tree.members())
+                return status or 0, cause, sorted(tree.members())
         elif cause is None:
             status = reap(False)
             if status is not None and not (told and theirs):
                 continue  # what had ended, and not of this signal, keeps its own result
-            cause, killing = (signo if told else 0), not grace
-            until = time.monotonic() + (grace or KILL_PATIENCE)
-            if not grace:
+            cause, killing = (signo if told else 0), own
+            until = time.monotonic() + (KILL_PATIENCE if own else GRACE)
+            if own:
                 _send(os.kill, tree.pid, signal.SIGKILL)
             elif not theirs or not told:
                 tree.signal(cause or signal.SIGTERM)
@@ -1899,7 +1930,7 @@ def run_child(call: Call, journal: "Optional[JournalEntry]", start: "Callable[[b
 
     start takes "own group?" and returns a pid; page: the name of what a handler's forks share.
     """
-    before_deadline()
+    heed_signals()
     at_terminal = has_terminal()
     pid = start(not at_terminal)
     if journal:
@@ -2062,14 +2093,13 @@ def expand_argv(app: "App", argv: "Sequence[str]") -> "List[str]":
             if "{" in element else element for element in argv]
 
 
-def prepare_tool(call: Call) -> Work:
+def prepare_tool(call: Call, command: Command) -> Work:
     """Find all that a passthrough command needs before anything is started (REQ-C-031).
 
     The tool inherits descriptors 0 to 2 as they are. Its signal mask is empty; PIPE and XFSZ, which
     Python ignores, and CHLD are default in it. Raises Failure (exit 4).
     """
-    app, command = call.app, call.command
-    assert command
+    app = call.app
     entry, tokens = command.entry, [os.fsencode(token) for token in call.line.places]
     fixed = expand_argv(app, entry["argv"])
     helps = tokens in ([b"--help"], [b"-h"]) and "help_argv" in entry
@@ -2077,7 +2107,7 @@ def prepare_tool(call: Call) -> Work:
         fixed, tokens = fixed + entry["help_argv"], []
     # The manifest's text is UTF-8 whatever the locale; a folder filled into it may be no text.
     argv = [element.encode("utf-8", "surrogateescape") for element in fixed] + tokens
-    environment = {name: text for name, text in os.environb.items() if name}
+    environment = {name: text for name, text in os.environb.items() if name}  # "" cannot be passed
     environment.update((name.encode("utf-8"), text.encode("utf-8"))
                        for name, text in entry.get("env", {}).items())
     variable, _, value = os.fsencode(marker_of(call)).partition(b"=")
@@ -2108,7 +2138,7 @@ def prepare_tool(call: Call) -> Work:
 
 def tell_ending(call: Call, ending: "Ending", what: str = "tool") -> Outcome:
     """What the end of a child means: its own exit code, its death, a timeout or a cancellation."""
-    status, cause, survivors = ending[0] or 0, ending[1], ending[2]
+    status, cause, survivors = ending
     if survivors:
         call.warn("PROCESS_SURVIVED", f"KILL did not end {', '.join(map(str, survivors))} within "
                   f"{KILL_PATIENCE:g} s")
@@ -2148,7 +2178,7 @@ _CODE_OF_STATUS = {
 
 
 def refuse_setting(setting: str, rules: "Iterable[Tuple[Any, str]]") -> None:
-    """Raise Failure (CONFIGURATION_INVALID) with the first rule of (broken, what) that is."""
+    """Raise Failure (CONFIGURATION_INVALID) for the first (broken, what) whose broken is true."""
     for broken, what in rules:
         if broken:
             raise failure("CONFIGURATION_INVALID", f"{setting} {what}")
@@ -2169,8 +2199,9 @@ def service_url(app: "App") -> "Any":
     refuse_setting(named, (
         (not text, f'is not set: set "base_url" in the manifest, or {app.prefix}BASE_URL'),
         (url.scheme not in ("http", "https"), "must begin with http:// or https://"),
-        (not url.hostname or port == 0, "names no host and port"),
         ("@" in url.netloc, "must hold no user or password; use a token file"),
+        (port == 0 or not re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^][%:]+)(:[0-9]+)?", url.netloc),
+         "names no host and port"),
         (set("?#") & set(text), "must have no query and no fragment"),
         (not re.fullmatch("[!-~]+", text), "must be visible ASCII without spaces")))
     return url
@@ -2210,35 +2241,32 @@ def read_token(app: "App", url: "Any") -> str:
     return line.decode("ascii")
 
 
-def request_path(call: Call) -> str:
+def request_path(command: Command, args: "Json") -> str:
     """The path and query that positionals and flags make. Raises Failure (ARG_ERROR)."""
     from urllib.parse import quote, urlencode
 
-    assert call.command
-
     def fill(match: "Any") -> str:
-        text = str(call.args[match.group(1)])
+        text = str(args[match.group(1)])
         if text in ("", ".", ".."):
             raise argument_error(f"{match.group(1)} must not be empty, . or ..")
         return quote(text, safe="")
 
     try:
-        path = re.sub(r"\{([^}]*)\}", fill, call.command.entry["http"]["path"])
+        path = re.sub(r"\{([^}]*)\}", fill, command.entry["http"]["path"])
         query = urlencode([
             (name, "true" if value is True else value)
-            for name in call.command.entry.get("flags") or {} if name in call.args
-            for value in (call.args[name] if isinstance(call.args[name], list)
-                          else [call.args[name]]) if value is not False])
+            for name in command.entry.get("flags", {}) if name in args
+            for value in (args[name] if isinstance(args[name], list) else [args[name]])
+            if value is not False])
     except UnicodeEncodeError:
         raise argument_error("an argument is not valid UTF-8") from None
     return f"{path}{query and '?' + query}"
 
 
-def prepare_request(call: Call) -> Work:
+def prepare_request(call: Call, command: Command) -> Work:
     """Check all that an http command needs before anything is sent: settings, arguments, body."""
-    command, url, body = call.command, service_url(call.app), None
-    assert command
-    method, path = command.entry["http"]["method"], request_path(call)
+    url, body = service_url(call.app), None
+    method, path = command.entry["http"]["method"], request_path(command, call.args)
     target = f"{url.scheme}://{url.netloc}{url.path.rstrip('/')}{path}"
     headers = {"Accept": "application/json", "User-Agent": f"agentcli/{VERSION}",
                "X-Request-ID": call.request_id}
@@ -2273,13 +2301,20 @@ def send_request(call: Call, method: str, target: str, headers: "Dict[str, str]"
     The child marks the shared page before the first byte may leave, and that mark alone decides
     between "nothing was sent" and "nobody knows"; at the deadline KILL ends it.
     """
-    before_deadline()
-    getattr(sys, "set_int_max_str_digits", int)(0)  # integers of a reply stay exact
+    heed_signals()
+    getattr(sys, "set_int_max_str_digits", int)(0)  # a reply's integers stay exact; run() resets it
     page = SharedPage(call.request_id)
-    pid = fork_child(call, page, True, lambda: page.put(
-        exchange(call, page, method, target, headers, body)))
-    status, cause, _ = supervise(ProcessTree(pid, True), call.deadline, grace=0)
-    if cause is None and status == signal.SIGALRM:
+
+    def send() -> None:
+        try:
+            page.put(exchange(call, page, method, target, headers, body))
+        except (ValueError, RecursionError):  # to write takes more of the stack than to read did
+            page.put(judged(lost(call, page.marked, "the reply is too deep or too large"), None))
+
+    pid = fork_child(call, page, True, send)
+    status, cause, _ = supervise(ProcessTree(pid, True), call.deadline, own=True)
+    died = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    if cause is None and died == signal.SIGALRM:
         cause = 0  # the sender's own timer was the first to ring
     answer = page.answer()
     if cause is None and answer:
@@ -2290,7 +2325,6 @@ def send_request(call: Call, method: str, target: str, headers: "Dict[str, str]"
                        final=answer["final"])
     if cause and not page.marked:
         raise Cancelled(cause)
-    died = os.WTERMSIG(status) if status and os.WIFSIGNALED(status) else 0
     if cause is None and not page.marked and not died:
         return internal_error()
     reply = lost(call, page.marked, f"{signal_name(cause)} came" if cause else
@@ -2314,13 +2348,11 @@ def lost(call: Call, sent: bool, why: str, read: "Any" = None) -> "Json":
         f"{call.operation_id} ended before any retry", operation_id=call.operation_id)
 
 
-def exchange(call: Call, page: SharedPage, method: str, target: str, headers: "Dict[str, str]",
-             body: "Optional[bytes]") -> "Json":
-    """In the child: send the request, read the whole reply, and say what it means."""
+def direct_opener(page: SharedPage) -> "Any":
+    """An opener that marks the page before the request may leave, and follows no redirect."""
     import contextlib
     import io
     import socket
-    import urllib.parse
     import urllib.request
     from http import client
 
@@ -2332,8 +2364,8 @@ def exchange(call: Call, page: SharedPage, method: str, target: str, headers: "D
 
         def readline(self, limit: "Optional[int]" = -1) -> bytes:
             line = super().readline(limit)
-            if line[-1:] != b"\n":
-                raise client.HTTPException("the reply was cut short or has too long a line")
+            if line[-1:] != b"\n" or line[0] in b"+-":  # http.client takes signed chunk sizes, too
+                raise client.HTTPException("the reply was cut short or has a malformed line")
             return line
 
     class Reply(client.HTTPResponse):
@@ -2389,23 +2421,34 @@ def exchange(call: Call, page: SharedPage, method: str, target: str, headers: "D
 
         http_request = https_request = urllib.request.AbstractHTTPHandler.do_request_
 
+    opener = urllib.request.OpenerDirector()  # follows no redirect and knows no other scheme
+    opener.add_handler(Handler())
+    return opener
+
+
+def exchange(call: Call, page: SharedPage, method: str, target: str, headers: "Dict[str, str]",
+             body: "Optional[bytes]") -> "Json":
+    """In the child: send the request, read the whole reply, and say what it means."""
+    import urllib.parse
+    import urllib.request
+    from http.client import HTTPException, InvalidURL
+
     if call.deadline:  # should agentcli itself be killed, its sender still ends in time
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, max(1e-6, call.deadline - time.monotonic()))
     request = urllib.request.Request(target, body, headers, method=method)
-    opener = urllib.request.OpenerDirector()  # follows no redirect and knows no other scheme
+    opener = direct_opener(page)
     url = urllib.parse.urlsplit(target)
     if not is_loopback(url.hostname or ""):
         opener.add_handler(urllib.request.ProxyHandler())
-    opener.add_handler(Handler())
     try:
         reply: Any = opener.open(request, timeout=None)  # the timer above is the only limit
         status, received = reply.status, read_reply(reply)
-    except (OSError, client.HTTPException, ValueError) as error:
-        reason = str(getattr(error, "reason", error)) or type(error).__name__
-        if isinstance(error, (ValueError, client.InvalidURL)) and not page.marked:
+    except (OSError, HTTPException, ValueError) as error:
+        reason = str(getattr(error, "reason", None) or error) or type(error).__name__
+        if isinstance(error, (ValueError, InvalidURL)) and not page.marked:
             reason = "the proxy variable's value is no URL"  # and may hold a password
-        return told(lost(call, page.marked, f"{url.netloc}: {reason}"), None)
+        return judged(lost(call, page.marked, f"{url.netloc}: {reason}"), None)
     return interpret(call, status, received)
 
 
@@ -2436,25 +2479,25 @@ def interpret(call: Call, status: int, received: bytes) -> "Json":
     except ValueError as error:
         problem = f"the reply cannot be read: {error}"
     if isinstance(document, dict) and is_operation_envelope(document):
-        return told(document, status, final=True)
+        return judged(document, status, final=True)
     if isinstance(document, dict) and is_near_envelope(document):  # and may not pass for success
         problem = "the reply breaks the OperationEnvelope's schema"
     if status < 200 or status in (502, 504):
         problem = f"a gateway answered HTTP {status}"
     if problem and (status < 300 or status in (502, 504)):
-        return told(lost(call, True, problem, document), status)
+        return judged(lost(call, True, problem, document), status)
     if status < 300:
-        return told(operation_envelope(call.request_id, "ok", document), status)
+        return judged(operation_envelope(call.request_id, "ok", document), status)
     code = _CODE_OF_STATUS.get(status, "http_error")
     message = f"The service answered HTTP {status}"
     if status < 400:
         code, message = "redirect_refused", message + ", a redirect; correct the base URL"
-    return told(operation_envelope(
+    return judged(operation_envelope(
         call.request_id, "error", document, code, message, status in (429, 503),
         **({"operation_id": call.operation_id} if call.operation_id else {})), status)
 
 
-def told(reply: "Json", status: "Optional[int]", final: bool = False) -> "Json":
+def judged(reply: "Json", status: "Optional[int]", final: bool = False) -> "Json":
     """What the child leaves for its parent; final: the envelope is the service's own."""
     return {"exit": resolve_exit_code(reply, status), "reply": reply, "final": final}
 
@@ -2463,7 +2506,10 @@ def told(reply: "Json", status: "Optional[int]", final: bool = False) -> "Json":
 
 
 class Context:
-    """What a handler knows of its call: `dry_run` (bool), and ways to speak to the caller."""
+    """What a handler knows of its call, and ways to speak to the caller.
+
+    dry_run: it is to show what it would do, and do nothing (REQ-C-004). warnings: what `warn` kept.
+    """
 
     def __init__(self, dry_run: bool) -> None:
         self.dry_run = dry_run  # show what would be done, and do nothing
@@ -2474,17 +2520,19 @@ class Context:
         write_all(2, (str(text) + "\n").encode("utf-8", "backslashreplace"))
 
     def warn(self, code: str, message: str) -> None:
-        """Add a warning to the envelope; code: `^[A-Z][A-Z0-9_]+$`."""
-        if not (re.fullmatch("[A-Z][A-Z0-9_]+", code) and isinstance(message, str) and message):
-            raise ValueError(f"a warning needs a code like LOW_BALANCE, not {code!r}, and a text")
+        """Add a warning to the envelope (REQ-F-004). Raises ValueError when one is malformed.
+
+        code: `^[A-Z][A-Z0-9_]+$`. message: a sentence.
+        """
+        faults = shape_faults({"code": code, "message": message}, _ERROR_KEYS)
+        if faults:
+            raise ValueError(f"this is no warning: {'; '.join(faults)}")
         self.warnings.append({"code": code, "message": message})
 
 
-def prepare_handler(call: Call) -> Work:
+def prepare_handler(call: Call, command: Command) -> Work:
     """Make ready to run the function that a program bound to a declared command."""
-    command, args = call.command, dict(call.args)
-    assert command
-    handler = command.handler
+    args, handler = dict(call.args), command.handler
     if handler is None:
         raise failure("NO_HANDLER", f"No function is bound to {command.words}",
                       fix_required=f'Bind one with @app.handler("{command.path}")')
@@ -2536,9 +2584,10 @@ def in_child(call: Call, journal: "Optional[JournalEntry]", function: "Callable[
 
     ending = run_child(call, journal, lambda own_group: fork_child(call, page, own_group, work),
                        page.name)
-    answer, status = page.answer(), ending[0] or 0
-    if ending[1] is not None:
+    status, cause, _ = ending
+    if cause is not None:
         return tell_ending(call, ending, "handler")
+    answer = page.answer()
     if not answer:
         how = f"died of {signal_name(os.WTERMSIG(status))}" if os.WIFSIGNALED(status) else \
             f"left with exit code {os.WEXITSTATUS(status)}"
@@ -2600,8 +2649,9 @@ def manifest_entry(command: Command) -> "Json":
             shown["stdin"] = {"mode": "buffered", "max_bytes": INPUT_LIMIT}
     if kind == "builtin":
         shown["builtin"] = True
-    shown.update({key: entry[key] for key in ("help_argv", "positionals", "examples")
-                  if entry.get(key) or key == "help_argv" and key in entry})
+    shown.update({key: entry[key] for key in ("positionals", "examples") if entry.get(key)})
+    if "help_argv" in entry:  # an empty one means something, too
+        shown["help_argv"] = entry["help_argv"]
     return shown
 
 
@@ -2625,7 +2675,7 @@ def run_doctor(call: Call) -> Outcome:
     found = (outcome.data or {}).get("checks", ())
     failed = [check["name"] for check in found if not check["ok"]]
     outcome.text = "\n".join(f"{'ok' if c['ok'] else 'MEND':4} {c['name']}: {c['found']}"
-                             + f". {c.get('fix')}" * ("fix" in c) for c in found)
+                             + f". {c.get('fix')}" * ("fix" in c) for c in found) or None
     if failed:
         wrong = failure("CHECKS_FAILED", f"Not in order: {', '.join(failed)}",
                         suggestion="The fix of each in data.checks says how to mend it")
@@ -2690,7 +2740,7 @@ def checks(call: Call) -> "List[Json]":
     check("audit log", lambda: "on" if audit_log_of(call) else "off")
     if app.setting("BASE_URL") or app.base_url or "http" in [c.kind for c in app.commands.values()]:
         if app.setting("TOKEN_FILE") or app.token_file:
-            check("token file", lambda: "ok" if read_token(app, service_url(app)) else "")
+            check("token file", lambda: read_token(app, service_url(app)) and "ok")
         check("service", service)
     return made
 
@@ -2714,14 +2764,15 @@ def show_help(call: Call) -> Outcome:
         call.warn("INVALID_MANIFEST", str(app.broken))
     lines = [f"usage: {app.name} [global options] {words or 'COMMAND PATH'}"]
     if command:
-        lines[0] += " [tokens for the tool]" if call.is_passthrough else " [options]" + "".join(
-            f" {p['name']}" if p["required"] else f" [{p['name']}]" for p in command.positionals)
+        lines[0] += " [options]" if call.kind != "passthrough" else " [tokens for the tool]"
+        lines[0] += "".join(f" {p['name']}" if p["required"] else f" [{p['name']}]"
+                            for p in command.positionals)
         lines += ["", command.entry["description"], f"({command.entry['danger_level']})"]
         lines += _table("arguments", [(p["name"], p["description"]) for p in command.positionals]
                         + [_flag_row(n, spec) for n, spec in command.flags().items()])
         lines += _table("examples", [(e["command"], e["description"])
-                                     for e in command.entry.get("examples") or ()])
-        if call.is_passthrough:
+                                     for e in command.entry.get("examples", ())])
+        if call.kind == "passthrough":
             lines += ["", f"Every token after `{words}` is the tool's; global options go before."]
     else:
         lines += ["", app.description] if app.description and not words else []
@@ -2818,8 +2869,10 @@ class App:
                 if not home:
                     import pwd
 
-                    home = next((user.pw_dir for user in pwd.getpwall()
-                                 if user.pw_uid == os.getuid()), "")
+                    try:
+                        home = pwd.getpwuid(os.getuid()).pw_dir
+                    except KeyError:
+                        home = ""
                 state = os.path.join(home, ".local", "state")
             folder = os.path.join(state, self.name)
         if not folder.startswith("/"):
@@ -2919,7 +2972,7 @@ def answer(call: Call) -> Outcome:
         return internal_error()
 
 
-_PREPARE: "Dict[str, Callable[[Call], Work]]" = {
+_PREPARE: "Dict[str, Callable[[Call, Command], Work]]" = {
     "passthrough": prepare_tool, "http": prepare_request, "declared": prepare_handler}
 
 
@@ -2930,7 +2983,7 @@ def perform(call: Call) -> Outcome:
     if command.kind == "builtin" and command.handler:
         outcome: Outcome = command.handler(call)
         return outcome
-    return admit(call, _PREPARE[command.kind](call))
+    return admit(call, _PREPARE[command.kind](call, command))
 
 
 # What agentcli's own failures are called in an OperationEnvelope; others only become lower-case.
@@ -2941,24 +2994,41 @@ _OPERATION_CODE = {
 _BEFORE_THE_TOOL = ("ARG_ERROR", "INVALID_MANIFEST", "INVALID_AUDIT_LOG_SETTING")
 
 
-def report(call: Call, outcome: Outcome) -> int:
-    """Tell how a call ended: audit log, --output, then the envelope or lines for a person."""
-    error, is_http = outcome.error or {}, call.command and call.command.kind == "http"
+def sentence_of(error: "Json") -> str:
+    """An error for a person: what is wrong, what to do, and which operation it is about."""
     sentence = ". ".join(error[key] for key in ("message", "suggestion", "fix_required")
                          if isinstance(error.get(key), str))
-    if str(error.get("operation_id")) not in sentence and error.get("operation_id"):
-        sentence += f" (operation {error['operation_id']})"
-    if is_http and error and outcome.reply is None:
+    operation = error.get("operation_id", "")
+    return sentence if operation in sentence else f"{sentence} (operation {operation})"
+
+
+def remarks(call: Call, outcome: Outcome) -> "List[str]":
+    """What stands on stderr beside the answer: warnings, and for a person why it is not ok."""
+    own = [f"warning: {warning['message']}" for warning in call.warnings]
+    if call.format == "json":  # a final envelope is the service's own and holds none of these
+        return own if outcome.final else []
+    lines = own + [f"warning: {warning['message']}" for warning in (
+        outcome.reply["warnings"] if outcome.final and outcome.reply else [])]
+    lines += [sentence_of(outcome.error)] if outcome.error else []
+    lines += [outcome.note] if outcome.note else []
+    if outcome.exit_code and outcome.reply and not lines:
+        return [_UNFINISHED[outcome.reply["status"]]]
+    return lines
+
+
+def report(call: Call, outcome: Outcome) -> int:
+    """Tell how a call ended: audit log, --output, then the envelope or lines for a person."""
+    error = outcome.error or {}
+    if call.kind == "http" and error and outcome.reply is None:
         code = _OPERATION_CODE.get(error["code"], error["code"].lower())
-        outcome.reply = operation_envelope(call.request_id, "error", None, code, sentence,
-                                           error["retryable"])
+        outcome.reply = operation_envelope(call.request_id, "error", None, code,
+                                           sentence_of(error), error["retryable"])
         outcome.exit_code = _EXIT_OF_CODE.get(code, outcome.exit_code)
     early = error.get("code") in _BEFORE_THE_TOOL
-    on_stderr = call.is_passthrough and not early and not call.informs
-    main = 2 if on_stderr else 1
+    on_stderr = call.kind == "passthrough" and not early and not call.informs
     stopped = error.get("code") in ("TIMEOUT", "CANCELLED")
     write_audit_entry(call, outcome)
-    line, lines = envelope_line(call, outcome), []
+    line = envelope_line(call, outcome)
     if call.output:
         try:
             write_output(call.output, line)
@@ -2966,10 +3036,9 @@ def report(call: Call, outcome: Outcome) -> int:
             call.warn("OUTPUT_UNAVAILABLE", f"--output {call.output}: {reason_of(wrong)}")
             line = envelope_line(call, outcome)
     if call.format == "json":
-        failed = write_all(main, b"\n" * on_stderr + line, stopped)
+        failed = write_all(2 if on_stderr else 1, b"\n" * on_stderr + line, stopped)
         if failed and not on_stderr and failed.errno not in (errno.EPIPE, errno.EBADF):
-            write_all(2, line)
-        lines = list(call.warnings) if outcome.final else []
+            write_all(2, line)  # stdout is on a full disk, say; it was not closed on purpose
     else:
         data = outcome.data if outcome.reply is None else outcome.reply["data"]
         text = outcome.text
@@ -2977,15 +3046,8 @@ def report(call: Call, outcome: Outcome) -> int:
             text = readable(data)
         if text is not None:
             write_all(1, text.encode("utf-8", "backslashreplace") + b"\n")
-        lines = call.warnings + (outcome.reply["warnings"] if outcome.final and outcome.reply
-                                 else [])
-    told = [f"warning: {warning['message']}" for warning in lines]
-    if call.format == "text":
-        told += [sentence] * bool(error) + [outcome.note] * bool(outcome.note)
-        if outcome.exit_code and outcome.reply and not told:
-            told = [_UNFINISHED[outcome.reply["status"]]]
-    if told:
-        text = "".join(f"{call.app.name}: {printable(line)}\n" for line in told)
+    text = "".join(f"{call.app.name}: {printable(remark)}\n" for remark in remarks(call, outcome))
+    if text:
         if outcome.ran and error.get("code") != "DELEGATED_EXIT" and os.isatty(2):
             text = "\n" + text  # behind the ^C that the terminal shows, or half a line
         write_all(2, text.encode("utf-8", "backslashreplace"), stopped)
@@ -3075,7 +3137,11 @@ def hold_closed_descriptors() -> None:
 
 
 def main(argv: "Optional[Sequence[str]]" = None) -> int:
-    """Answer one command line with the commands of a manifest file; return the exit code."""
+    """Answer one command line with the commands of a manifest file; return the exit code.
+
+    argv: without the program's name; None is this process's. Returns 0 to 255 (REQ-F-001). What
+    the caller does wrong ends in an envelope, never in an exception.
+    """
     argv = sys.argv[1:] if argv is None else list(argv)
     hold_closed_descriptors()
     app = App()
@@ -3093,4 +3159,4 @@ def main(argv: "Optional[Sequence[str]]" = None) -> int:
 
 
 if __name__ == "__main__":
-    os._exit(main())
+    os._exit(main())  # nothing is buffered, and Python's own end takes time

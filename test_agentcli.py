@@ -333,7 +333,8 @@ REFUSED = (  # the fields that make an entry refused, and what the fault names
     ({"flags": {"x": FLAG}}, "flags"), ({"positionals": [dict(FLAG, name="x")]}, "positionals"),
     ({"option_placement": "any"}, "option_placement"), ({"confirm_flag": "yes"}, 'not.*"confirm_f'),
     ({"stderr": "child_log"}, 'not declare "stderr"'), ({"stdout": "protocol"}, 'declare "stdout"'),
-    ({"danger_level": "destructive"}, "destructive"), ({"tiemout": 3}, "tiemout.*timeout"),
+    ({"danger_level": "destructive"}, '"danger_level".*"destruct'),
+    ({"tiemout": 3}, "tiemout.*timeout"),
     ({"argv": ...}, "argv"), ({"argv": []}, "argv"), ({"argv": "tool"}, "argv"),
     ({"argv": [1]}, "argv"), ({"argv": [""]}, "argv"), ({"argv": ["a\0"]}, "argv"),
     ({"help_argv": "x"}, "help_argv"), (dict(DECLARED, help_argv=["x"]), "help_argv"),
@@ -564,6 +565,7 @@ class CommandLineTest(Case):
         data = self.call("--schema", "show", "x").on_stdout["data"]
         self.assertEqual(data["arguments"], "passthrough")
         self.assertEqual(data["help_argv"], ["extract", "--help"])
+        self.assertLessEqual({"format", "timeout", "output"}, set(data["global_flags"]))
 
     def test_the_format_is_json_off_a_terminal_and_can_be_set(self):
         for args, value, added in (([], None, b"\n{"), ([], "text", b""), ([], "", b"\n{"),
@@ -2025,7 +2027,8 @@ class ReplyTest(HttpCase):
         for head in (b"HTTP/1.1 200", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 201 X\r\nDate: Mon",
                      b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chun", b"HTTP/1.1 400 X\r\nA: b\r\n",
                      b"HTTP/1.1 103 X\r\n\r\nHTTP/1.1 200 OK\r\n", b"HTTP/1.1 100 X\r\n",
-                     CHUNKED + b"2\r\n{}\r\n0", CHUNKED + b"0000",
+                     CHUNKED + b"2\r\n{}\r\n0", CHUNKED + b"0000", CHUNKED + b"-1\r\n{}",
+                     CHUNKED + b"-0\r\n\r\n", CHUNKED + b"-%s\r\n{}" % (b"f" * 18),
                      *(b"HTTP/1.1 200 OK\r\n%s\r\nContent-Length: 500\r\n\r\n" % line for line in (
                          b"junk without colon", b"X: a\rb", b"X-\xc3\xa9: a", b"X : 6",
                          b"Content-Length: 0", b"Transfer-Encoding: gzip, chunked"))):
@@ -2053,6 +2056,12 @@ class ReplyTest(HttpCase):
         answer = self.end(self.add("--format=text"))
         self.assertEqual((answer.code, answer.out.count(b"[")), (0, 900), answer.err)
         self.took()
+        for depth in (*range(988, 998), *range(1490, 1496), *range(9992, 9997)):  # Python's limits
+            self.service.reply = reply(200, b"[" * depth + b"]" * depth)
+            answer = self.end(self.add())
+            self.assertIn(answer.code, (0, 6))
+            self.assertEqual(answer.err, b"")
+            self.took()
         self.service.reply = reply(200, b"7" * 900000)
         self.unknown(self.add("--timeout=30"), self.service)
 
@@ -2227,7 +2236,8 @@ class TokenTest(HttpCase):
                     "ftp://h", "//h", "h:80", "http://", "http://:80", "http://u@h", "http://[::1",
                     "http://u:secret@h", "http://h?q=1", "http://h#f", "http://h:0", "http://h:x",
                     "", "http://h:99999", "http://a b", "http://h/\u00e9", "http://h/\r\nX: y",
-                    "http://a..b", "http://%s.test" % ("a" * 64))),
+                    "http://a..b", "http://%s.test" % ("a" * 64),
+                    "http://127.0.0.1%20", "http://x[::1]", "http://[::1]x", "http://h:+80")),
                 *(dict(self.service.env, LEDGER_TOKEN_FILE=str(path)) for path in paths),
                 dict(self.token, LEDGER_BASE_URL="http://h.invalid", http_proxy=self.service.url))]:
             answer = self.end(p)
@@ -2413,7 +2423,8 @@ for expression in {[*rows]!r}:
         ab, low = one(name="ab"), {"enum_values": ["low"]}
         rows = [{"flags": {"ab": spec}} for spec in (
             one("text"), one(shrot="a"), one("enum"), one(short="V"), one(short="ab"),
-            one(pattern="["), one(env_vars=["A"]), one(default=5), one("integer", default="5"),
+            one(pattern="["), one(env_vars=["A"]), one(default=5),
+            one(env_vars=[{"name": "A", "nmae": "B"}]), one("integer", default="5"),
             one("boolean", default="no"), one("array", default="x"), {"type": "string"},
             one("enum", default="x", **low), one(pattern="^a$", default="b"))]
         rows += [{"flags": {"ab": spec}} for spec in (
@@ -2734,7 +2745,8 @@ class HandlerTest(AppCase):
                       "5, 'AB', 'm', {1}", "5, 'AB', 'm', context=3", "5, 'AB', 'm', None, 'yes'"):
             with self.subTest(wrong):  # `tell` checks the shape
                 self.assertFalse(self.wild(f"raise agentcli.Failure({wrong})")[0]["ok"])
-        self.assertEqual(len(self.wild("ctx.warn('no code', '')" + WELL)), 1)
+        for wrong in "'no code', 'm'", "'CODE', ''", "5, 'm'", "'CODE', None":
+            self.assertFalse(self.wild(f"ctx.warn({wrong})" + WELL)[0]["ok"])
 
     @on_linux
     def test_timeout_and_signals_end_it_whatever_it_does_and_nothing_survives(self):
@@ -3303,7 +3315,8 @@ class ReadmeTest(Case):
         sys.path.insert(0, FOLDER)
         self.addCleanup(sys.path.remove, FOLDER)
         import agentcli
-        names = {*agentcli._FAULTS, *agentcli._EXIT_OF_CODE, *agentcli._CODE_OF_STATUS.values()}
+        names = {*agentcli._EXIT_OF_FAILURE, *agentcli._EXIT_OF_CODE}
+        names.update(agentcli._CODE_OF_STATUS.values())
         for table in "ROOT", "COMMAND", "FLAG", "POSITIONAL", "HTTP", "AUDIT":
             names.update(key for key, rule in getattr(agentcli, f"_{table}_KEYS").items()
                          if rule[0] != "")  # what no kind may declare is no key
