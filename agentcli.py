@@ -1226,7 +1226,7 @@ class JournalEntry:
         self.fields: Json = {"run": call.request_id,
                              "command": call.command and call.command.path}
         self.key = None if call.operation_id else call.options.get("idempotency-key")
-        self.folder = os.path.join(call.app.state_folder(), "journal")
+        self.folder = call.app.journal_folder()
         self.open_files: List[int] = []
         self.places: List[Place] = []
         session = call.options.get("session")
@@ -1490,7 +1490,7 @@ def run_journal(call: Call) -> Outcome:
     A run is unresolved when nobody knows its end, and no later run of the same call or operation
     told one.
     """
-    folder = os.path.join(call.app.state_folder(), "journal")
+    folder = call.app.journal_folder()
     # Not the session of the environment: who was killed comes back with a new one.
     session = call.line.given.get("session")
     wanted = digest("session", os.fsencode(session[0])) if session else None
@@ -2544,7 +2544,7 @@ def prepare_handler(call: Call, command: Command) -> Work:
         outcome = in_child(call, journal, handler, args, preview)
         if outcome.exit_code == 0 and preview and not asked:
             raise failure("CONFIRMATION_REQUIRED", f"{command.words} is destructive and was only "
-                          "asked what it would do: data", outcome.data,
+                          "asked what it would do; data is the answer", outcome.data,
                           fix_required="Add --confirm-destructive to do it")
         if preview:
             outcome.meta["dry_run"] = True
@@ -2685,7 +2685,8 @@ def run_doctor(call: Call) -> Outcome:
 
 def checks(call: Call) -> "List[Json]":
     """What was checked: its name, whether it holds, what was found, how to mend it."""
-    app, made = call.app, []  # type: App, List[Json]
+    app = call.app
+    made: List[Json] = []
 
     def check(name: str, find: "Callable[..., Any]", *args: "Any") -> None:
         try:
@@ -2708,7 +2709,7 @@ def checks(call: Call) -> "List[Json]":
         return find_program(app, command)
 
     def state() -> str:
-        folder = os.path.join(app.state_folder(), "journal")
+        folder = app.journal_folder()
         private_folder(folder)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise failure("STATE_UNAVAILABLE", f"{folder} is not writable", fix_required="Make it "
@@ -2879,6 +2880,10 @@ class App:
             raise failure("STATE_UNAVAILABLE", f"The state folder must be an absolute path, not "
                           f"{folder!r}", fix_required=f"Set {self.prefix}STATE_DIR to one")
         return folder
+
+    def journal_folder(self) -> str:
+        """Where the journal lies in it. Raises Failure (STATE_UNAVAILABLE)."""
+        return os.path.join(self.state_folder(), "journal")
 
     def register(self, path: str, **entry: "Any") -> None:
         """Add a command; path is dotted ("task.add"), entry is what a manifest entry holds.
