@@ -215,10 +215,15 @@ def internal_error(message: str = "A fault of agentcli's own; the traceback is o
                    ) -> Failure:
     """A failure for what must not happen; first prints the exception's traceback, if there is one.
     """
-    if sys.exc_info()[0]:
-        import traceback
+    error = sys.exc_info()[1]
+    if error:
+        try:
+            import traceback
 
-        write_all(2, traceback.format_exc().encode("utf-8", "backslashreplace"))
+            text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        except (ImportError, OSError):  # no descriptor is left to load it
+            text = f"{error!r}\n"
+        write_all(2, text.encode("utf-8", "backslashreplace"))
     return failure("INTERNAL_ERROR", message)
 
 
@@ -404,13 +409,22 @@ def stop_here() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTSTP})
 
 
+def load_select() -> "Any":
+    """The module `select`, or None: on Windows, or when no descriptor is left to load it."""
+    try:
+        import select
+
+        return select if hasattr(select, "poll") else None
+    except (ImportError, OSError):
+        return None
+
+
 def wait_ready(descriptor: int, event: str, deadline: "Optional[float]") -> bool:
     """Whether a descriptor is ready to "read" or "write" before the deadline. Or Cancelled."""
-    import select
-
-    if not hasattr(select, "poll"):  # Windows, where all that is written is that nothing runs
+    select, left = load_select(), 0.0
+    if not select:
         return True
-    poll, left = select.poll(), 0.0
+    poll = select.poll()
     poll.register(descriptor, select.POLLIN if event == "read" else select.POLLOUT)
     while not poll.poll(left * 1000):
         left = heed_signals(deadline)
@@ -519,7 +533,10 @@ _SECONDS: "Rule" = (_is_number, f"a number of seconds from 0 (no limit) to {LONG
 _COUNT: "Rule" = (lambda value: type(value) is int and 0 < value <= 10 ** 15, "1 to 10 ** 15")
 _FEW: "Rule" = (lambda value: type(value) is int and 0 < value <= 1000, "1 to 1000")
 _PATH: "Rule" = (lambda value: _is_string(value) and value[:1] == "/", "an absolute path")
-_NAME = _like("[a-z0-9]+(-[a-z0-9]+)*", "lower-case words in kebab-case")
+_NAME: "Rule" = (  # not a pattern: each call looks at one name, and a pattern must be compiled
+    lambda value: isinstance(value, str) and all(
+        word.isascii() and word.isalnum() and word.islower() | word.isdigit()
+        for word in value.split("-")), "lower-case words in kebab-case")
 
 _ERROR_KEYS: "Dict[str, Rule]" = {  # of a ResponseEnvelope
     "code": _like("[A-Z][A-Z0-9_]+", "upper-case words"), "retryable": _BOOL, "context": _OBJECT,
@@ -1933,6 +1950,7 @@ def run_child(call: Call, journal: "Optional[JournalEntry]", start: "Callable[[b
     heed_signals()
     at_terminal = has_terminal()
     pid = start(not at_terminal)
+    load_select()  # to report needs it, and the child is busy meanwhile
     if journal:
         journal.note("running", pid=pid)
     return supervise(ProcessTree(pid, not at_terminal, marker_of(call), page), call.deadline,

@@ -2586,6 +2586,24 @@ for args in ("file", 100), ("file", 99), ("gone",), ("-", 100), ("-", 50):
             self.assertNotIn(end(e)[0], (1, 2, 4), e)
         self.assertTrue(own)
 
+    def test_a_program_that_has_no_descriptor_left_gets_an_answer_to_each_call(self):
+        out = self.python("""import resource; from app import app
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+app.register("away", description="d", danger_level="safe", arguments="passthrough",
+             argv=["/bin/sh", "-c", "exit 7"])
+held = []
+try:
+    while True: held.append(os.dup(0))
+except OSError: os.dup2(1, 2)
+for line in ("away", "wild 1", "manifest", "--version", "journal", "doctor"):
+    print("code", app.run(["--format", "json", *line.split()]), flush=True)
+""")
+        answers = [json.loads(line) for line in out.split("\n") if line[:1] == "{"]
+        self.assertEqual(out.count("code "), 6, out)
+        self.assertEqual([e["meta"]["exit_code"] for e in answers],
+                         [int(code) for code in re.findall("code ([0-9]+)", out)], out)
+        self.assertEqual(answers[0]["data"], {"exit_code": 7})
+
 
 class DeclaredTest(AppCase):
     def test_every_type_of_argument_its_letter_and_its_place(self):
