@@ -49,9 +49,14 @@ lint: ## mypy --strict, ruff, and the bounds on agentcli.py; installs both in a 
 
 # DEST reaches the shell as a variable, so that it may hold spaces and quotes.
 vendor: export DEST := $(DEST)
+vendor: export FORCE := $(FORCE)
 vendor: ## copy agentcli.py into DEST=folder, with the example manifest if that has none
 	@[ -n "$$DEST" ] || { echo 'make vendor: name the folder: make vendor DEST=path/to/folder' >&2; exit 2; }
 	@[ -d "$$DEST" ] || { echo "make vendor: not a folder: $$DEST" >&2; exit 2; }
+	@cd "$$DEST" && [ -n "$$FORCE" ] || [ ! -e agentcli.py ] || cmp -s agentcli.py "$(CURDIR)/agentcli.py" || \
+	  git -C "$(CURDIR)" cat-file -e "$$(git hash-object agentcli.py)" 2>/dev/null || { \
+	  echo "make vendor: $$DEST/agentcli.py is no version that git knows here, so it may have been" \
+	    'edited: keep the changes that you need, then add FORCE=1' >&2; exit 2; }
 	@cp agentcli.py "$$DEST/agentcli.py"
 	@[ -e "$$DEST/manifest.json" ] || { cp manifest.example.json "$$DEST/manifest.json"; \
 	  echo "made $$DEST/manifest.json from the example: replace its commands by your own"; }

@@ -2573,18 +2573,24 @@ for args in ("file", 100), ("file", 99), ("gone",), ("-", 100), ("-", 50):
     print(os.lseek(0, 0, 1))""", stdin=stdin)
         self.assertRegex(out, r"\A100 0\n2 .*99.* 0\n2 .*gone.* 0\n100 100\n2 .*50.* 51\n\Z")
 
-    def test_the_readmes_example_runs_as_it_stands(self):
+    def test_the_readmes_examples_run_as_they_stand(self):
         readme = pathlib.Path(FOLDER, "README.md").read_text(encoding="utf-8")
-        example, *_ = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+        first, more = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
         shutil.copy(AGENTCLI, self.dir)
-        self.write("example.py", example.encode())
-        shown = self.call("manifest", run=["example.py"]).on_stdout["data"]["commands"]
-        own = [path for path, c in shown.items() if not c.get("builtin")]
-        for path in own:
-            args = ["1" for place in shown[path].get("positionals", ()) if place["required"]]
-            e = self.call(*path.split("."), *args, run=["example.py"]).on_stdout
-            self.assertNotIn(end(e)[0], (1, 2, 4), e)
-        self.assertTrue(own)
+        books = self.write("books.csv", b"a\nb\nc\n")
+        for example in first, first.replace("\nif __name__", f"\n{more}\n\nif __name__"):
+            self.write("example.py", example.encode())
+            r = self.call("balance", run=["example.py"])
+            self.assertEqual(r.on_stdout["data"], {"currency": "EUR", "balance": "12.50"})
+            r = self.call("balance", "--currency=USD", run=["example.py"])
+            self.assertEqual(end(r.on_stdout)[:2], (5, "NO_SUCH_CURRENCY"))
+        drop, line = ["entry", "drop", "1"], "b\n"
+        for option, code, data, left in (
+                ("--dry-run", None, {"would_drop": line}, b"a\nb\nc\n"),
+                ("--json", "CONFIRMATION_REQUIRED", {"would_drop": line}, b"a\nb\nc\n"),
+                ("--confirm-destructive", None, {"effect": "deleted", "dropped": line}, b"a\nc\n")):
+            e = self.call(*drop, option, run=["example.py"]).on_stdout
+            self.assertEqual((end(e)[1], e["data"], books.read_bytes()), (code, data, left), e)
 
     def test_a_program_that_has_no_descriptor_left_gets_an_answer_to_each_call(self):
         out = self.python("""import resource; from app import app
@@ -3312,6 +3318,21 @@ class ReadmeTest(Case):
                     self.assertRegex(said, re.compile(like, re.DOTALL))
                     if '"ok": false' not in answer and not command.endswith("doctor"):
                         self.assertEqual(code, 0, said)
+
+    @unittest.skipUnless(shutil.which("make") and shutil.which("git"), "needs make and git")
+    def test_an_edited_copy_is_not_overwritten_unasked(self):
+        copy, git = self.copy / "path/to/your/repository/agentcli.py", "git -c user.name=n -c " \
+            "user.email=e"
+        vendor = "make -s vendor DEST=path/to/your/repository"
+        self.assertEqual(self.shell(f"git init -q && git add . && {git} commit -qm 1 && {vendor}"
+                                    f"; echo '# new' >> agentcli.py; {git} commit -qam 2")[0], 0)
+        self.assertEqual(self.shell(vendor)[0], 0)  # from an older version that git knows
+        copy.write_bytes(copy.read_bytes() + b"# edited\n")
+        code, said = self.shell(vendor)
+        self.assertIn("FORCE=1", said)
+        self.assertEqual((code, copy.read_bytes()[-9:]), (2, b"# edited\n"))
+        self.assertEqual(self.shell(f"{vendor} FORCE=1")[0], 0)
+        self.assertEqual(copy.read_bytes(), (self.copy / "agentcli.py").read_bytes())
 
     def test_the_manifest_that_is_shown_can_be_loaded(self):
         block, = re.findall(r"(?ms)^```json\n({\n.*?)^```", self.text)
