@@ -756,12 +756,10 @@ def find_manifest(given: "Optional[str]") -> str:
     """
     if given is not None:
         return given
-    beside = [os.path.dirname(path(__file__)) for path in (os.path.abspath, os.path.realpath)]
-    for name in ("manifest.json", "manifest.example.json"):
-        for folder in beside:
-            if os.path.exists(os.path.join(folder, name)):
-                return os.path.join(folder, name)
-    return os.path.join(beside[0], "manifest.json")
+    beside = [os.path.join(os.path.dirname(path(__file__)), name)
+              for name in ("manifest.json", "manifest.example.json")
+              for path in (os.path.abspath, os.path.realpath)]
+    return next(filter(os.path.exists, beside), beside[0])
 
 
 def load(path: str, app: "Optional[App]" = None) -> "App":
@@ -1114,17 +1112,15 @@ def _check_arguments(call: Call, command: Command, texts: "Sequence[str]") -> No
 
 def private_folder(path: str) -> None:
     """Make a folder and those above it, 0700 whatever the umask. Raises OSError."""
-    missing: List[str] = []
-    while not os.path.isdir(path):
-        missing.append(path)
-        path = os.path.dirname(path)
-    for folder in reversed(missing):
-        try:
-            os.mkdir(folder, 0o700)
-            os.chmod(folder, 0o700)  # the umask may have kept the owner out
-        except FileExistsError:
-            if not os.path.isdir(folder):
-                raise
+    if os.path.isdir(path):
+        return
+    private_folder(os.path.dirname(path))
+    try:
+        os.mkdir(path, 0o700)
+        os.chmod(path, 0o700)  # the umask may have kept the owner out
+    except FileExistsError:
+        if not os.path.isdir(path):
+            raise
 
 
 def private_file(path: str) -> int:
@@ -1622,15 +1618,15 @@ class AuditLog:
         It is looked for in every file, because a rotation may have moved it; when it has gone, so
         has all that was before it. Raises OSError.
         """
-        opened: Dict[int, int] = {}
-        try:
+        import contextlib
+
+        opened: Dict[int, int] = {}  # by inode: one may be rotated while the files are opened
+        with contextlib.ExitStack() as closing:
             for path in self.files:
-                try:
+                with contextlib.suppress(FileNotFoundError):
                     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-                except FileNotFoundError:
-                    continue
-                if opened.setdefault(os.fstat(descriptor).st_ino, descriptor) != descriptor:
-                    os.close(descriptor)  # it was rotated while the files were opened
+                    closing.callback(os.close, descriptor)
+                    opened.setdefault(os.fstat(descriptor).st_ino, descriptor)
             for descriptor in opened.values():
                 end = next((at for at, record in records_backwards(descriptor, after.encode())
                             if record.get("request_id") == after), None) if after else None
@@ -1641,9 +1637,6 @@ class AuditLog:
                     if re.match("[0-9]{4}-.*Z$", str(record.get("timestamp"))) \
                             and isinstance(record.get("request_id"), str):
                         yield record
-        finally:
-            for descriptor in opened.values():
-                os.close(descriptor)
 
 
 def audit_log_of(call: Call) -> "Optional[AuditLog]":
@@ -2478,15 +2471,12 @@ def read_reply(reply: "Any") -> bytes:
     if defects or coding != "chunked" or len(lengths) > 1 or not re.fullmatch(
             "[0-9]+", min(lengths)):
         raise ValueError("its header is malformed, or says two things of its length")
-    data = bytearray()
-    while len(data) <= REPLY_LIMIT:
-        piece = reply.read(65536)
-        if not piece:
-            if reply.length:  # read(n) does not mind a short body
-                raise ValueError(f"the reply was cut short by {reply.length} bytes")
-            return bytes(data)
-        data += piece
-    raise ValueError(f"the reply is larger than {REPLY_LIMIT} bytes")
+    data: bytes = reply.read(REPLY_LIMIT + 1)
+    if len(data) > REPLY_LIMIT:
+        raise ValueError(f"the reply is larger than {REPLY_LIMIT} bytes")
+    if reply.length:  # read(n) does not mind a short body
+        raise ValueError(f"the reply was cut short by {reply.length} bytes")
+    return data
 
 
 def interpret(call: Call, status: int, received: bytes) -> "Json":
