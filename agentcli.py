@@ -978,17 +978,27 @@ def convert(text: str, spec: "Json", where: str) -> "Any":
     return value
 
 
-def convert_all(values: "Dict[str, List[Any]]", flags: "Json") -> "Json":
-    """One value an option, of its type; arrays keep all. Raises Failure on two different ones."""
+def convert_all(app: "App", given: "Dict[str, List[Any]]", flags: "Json") -> "Json":
+    """Each option's value, of its type: given, else of a variable, else its default.
+
+    An array keeps all; of any other type, two that differ are a fault. Raises Failure (ARG_ERROR).
+    """
+    own = {"format": app.prefix + "FORMAT", "session": app.prefix + "SESSION_ID"}
     result: Json = {}
-    for name, texts in [item for item in values.items() if item[0] in flags]:
-        kind = flags[name]["type"]
-        typed = texts if kind == "boolean" else [
-            convert(text, flags[name], "--" + name) for text in texts]
-        if kind != "array" and any(value != typed[0] for value in typed):
+    for name, spec in flags.items():
+        texts, where, many = given.get(name, []), "--" + name, spec["type"] == "array"
+        variables = [own[name]] if name in own else [v["name"] for v in spec.get("env_vars", ())]
+        variable = next(filter(os.environ.get, variables), None)
+        if variable and not texts:
+            where, texts = variable, [os.environ[variable]]
+        typed = [text if text is True else convert(text, spec, where) for text in texts]
+        if not many and any(value != typed[0] for value in typed):
             different = " and ".join(dict.fromkeys(texts))
-            raise argument_error(f"--{name} is given twice with different values: {different}")
-        result[name] = typed if kind == "array" else typed[0]
+            raise argument_error(f"{where} is given twice with different values: {different}")
+        if typed:
+            result[name] = typed if many else typed[0]
+        elif spec.get("default") is not None:
+            result[name] = spec["default"]
     return result
 
 
@@ -1032,11 +1042,11 @@ def parse(call: Call) -> "Callable[[Call], Outcome]":
     for name in line.late:
         if name in app.flags and (strict or name == "manifest"):
             raise argument_error(f"--{name} goes before the command path")
-    call.options = convert_all(given, app.flags)
+    call.options = convert_all(app, given, app.flags)
     _check_options(call)
-    call.args = convert_all(given, flags)
     if command and "schema" in call.options:
         return lambda call: Outcome(0, dict(manifest_entry(command), global_flags=app.flags))
+    call.args = convert_all(app, given, flags)
     if command and call.kind != "passthrough":
         _check_arguments(call, command, line.places)
     return perform if command else show_help
@@ -1057,12 +1067,8 @@ def _unknown_command(call: Call, extra: "Sequence[str]") -> Failure:
 
 
 def _check_options(call: Call) -> None:
-    """Check the global options, and give those that the environment sets their values."""
+    """Take the time limit from the global options, and check each of them."""
     app, options, command = call.app, call.options, call.command
-    for name, variable in (("format", "FORMAT"), ("session", "SESSION_ID")):
-        text = app.setting(variable)
-        if text is not None and name not in options:
-            options[name] = convert(text, app.flags[name], app.prefix + variable)
     call.timeout = options.get("timeout", call.timeout)
     for wrong, message in (
             (not 1 <= len(options.get("session", "-")) <= 255,
@@ -1084,23 +1090,13 @@ def _check_options(call: Call) -> None:
 
 
 def _check_arguments(call: Call, command: Command, texts: "Sequence[str]") -> None:
-    """Give each of the command's own arguments a value: given, of the environment, default."""
+    """Give the positionals their values; see to it that no argument is missing."""
     specs, args = command.positionals, call.args
     if len(texts) > len(specs):
         raise argument_error(f"{command.words} takes {len(specs)} positional argument(s); "
                              f"{texts[len(specs)]!r} is one too many")
     for text, spec in zip(texts, specs):
         args[spec["name"]] = convert(text, spec, spec["name"])
-    for name, spec in command.flags().items():
-        if name in args:
-            continue
-        variable = next((variable["name"] for variable in spec.get("env_vars", ())
-                         if os.environ.get(variable["name"])), None)
-        if variable:
-            value = convert(os.environ[variable], spec, variable)
-            args[name] = [value] if spec["type"] == "array" else value
-        elif spec.get("default") is not None:
-            args[name] = spec["default"]
     needed = [("--" + name, name, spec) for name, spec in command.flags().items()]
     for shown, name, spec in [(spec["name"], spec["name"], spec) for spec in specs] + needed:
         if spec["required"] and name not in args:
