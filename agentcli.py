@@ -211,6 +211,13 @@ def argument_error(message: str, **fields: "Any") -> Failure:
     return failure("ARG_ERROR", message, **fields)
 
 
+def refuse(code: str, rules: "Iterable[Tuple[Any, str]]") -> None:
+    """Raise Failure for the first (broken, message) whose broken is true."""
+    for broken, message in rules:
+        if broken:
+            raise failure(code, message)
+
+
 def internal_error(message: str = "A fault of agentcli's own; the traceback is on stderr",
                    ) -> Failure:
     """A failure for what must not happen; first prints the exception's traceback, if there is one.
@@ -1070,20 +1077,18 @@ def _check_options(call: Call) -> None:
     """Take the time limit from the global options, and check each of them."""
     app, options, command = call.app, call.options, call.command
     call.timeout = options.get("timeout", call.timeout)
-    for wrong, message in (
-            (not 1 <= len(options.get("session", "-")) <= 255,
-             f"--session and {app.prefix}SESSION_ID take 1 to 255 characters"),
-            ("idempotency-key" in options and not re.fullmatch(
-                "[!-~]{1,255}", options["idempotency-key"]),
-             "--idempotency-key and --operation-id take 1 to 255 visible ASCII characters"),
-            ("idempotency-key" in options and (not command or command.is_safe),
-             "--idempotency-key needs a mutating or destructive command"),
-            (not 0 <= call.timeout <= LONGEST_TIMEOUT,
-             f"--timeout takes 0 (no limit) to {LONGEST_TIMEOUT} seconds"),
-            ("schema" in options and not command,
-             "--schema needs a command; `manifest` prints them all")):
-        if wrong:
-            raise argument_error(message)
+    refuse("ARG_ERROR", (
+        (not 1 <= len(options.get("session", "-")) <= 255,
+         f"--session and {app.prefix}SESSION_ID take 1 to 255 characters"),
+        ("idempotency-key" in options and not re.fullmatch(
+            "[!-~]{1,255}", options["idempotency-key"]),
+         "--idempotency-key and --operation-id take 1 to 255 visible ASCII characters"),
+        ("idempotency-key" in options and (not command or command.is_safe),
+         "--idempotency-key needs a mutating or destructive command"),
+        (not 0 <= call.timeout <= LONGEST_TIMEOUT,
+         f"--timeout takes 0 (no limit) to {LONGEST_TIMEOUT} seconds"),
+        ("schema" in options and not command,
+         "--schema needs a command; `manifest` prints them all")))
     if "output" in options:
         check_output(options["output"])
         call.output = options["output"]
@@ -2184,13 +2189,6 @@ _CODE_OF_STATUS = {
     429: "rate_limited", 503: "dependency_unavailable"}
 
 
-def refuse_setting(setting: str, rules: "Iterable[Tuple[Any, str]]") -> None:
-    """Raise Failure (CONFIGURATION_INVALID) for the first (broken, what) whose broken is true."""
-    for broken, what in rules:
-        if broken:
-            raise failure("CONFIGURATION_INVALID", f"{setting} {what}")
-
-
 def service_url(app: "App") -> "Any":
     """The service's base URL, split and checked. Raises Failure (CONFIGURATION_INVALID)."""
     from urllib.parse import urlsplit
@@ -2203,14 +2201,14 @@ def service_url(app: "App") -> "Any":
         (url.hostname or "").encode("idna")  # as it is looked up
     except ValueError:  # whose text may hold a password
         raise failure("CONFIGURATION_INVALID", f"{named} is no URL") from None
-    refuse_setting(named, (
-        (not text, f'is not set: set "base_url" in the manifest, or {app.prefix}BASE_URL'),
-        (url.scheme not in ("http", "https"), "must begin with http:// or https://"),
-        ("@" in url.netloc, "must hold no user or password; use a token file"),
+    refuse("CONFIGURATION_INVALID", (
+        (not text, f'{named} is not set: set "base_url" in the manifest, or {app.prefix}BASE_URL'),
+        (url.scheme not in ("http", "https"), f"{named} must begin with http:// or https://"),
+        ("@" in url.netloc, f"{named} must hold no user or password; use a token file"),
         (port == 0 or not re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^][%:]+)(:[0-9]+)?", url.netloc),
-         "names no host and port"),
-        (set("?#") & set(text), "must have no query and no fragment"),
-        (not re.fullmatch("[!-~]+", text), "must be visible ASCII without spaces")))
+         f"{named} names no host and port"),
+        (set("?#") & set(text), f"{named} must have no query and no fragment"),
+        (not re.fullmatch("[!-~]+", text), f"{named} must be visible ASCII without spaces")))
     return url
 
 
@@ -2229,22 +2227,22 @@ def read_token(app: "App", url: "Any") -> str:
     if not path:
         return ""
     path = os.path.join(app.folder, os.path.expanduser(path))
+    named = f"The token file {path}"
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as file:
             info = os.fstat(file.fileno())
             text = file.read(TOKEN_LIMIT + 2) if stat.S_ISREG(info.st_mode) else b""
     except (OSError, ValueError) as error:
-        raise failure("CONFIGURATION_INVALID",
-                      f"The token file {path}: {reason_of(error)}") from None
+        raise failure("CONFIGURATION_INVALID", f"{named}: {reason_of(error)}") from None
     line = text[:-1] if text.endswith(b"\n") else text
-    refuse_setting(f"The token file {path}", (
-        (not stat.S_ISREG(info.st_mode), "is not a regular file"),
-        (info.st_uid != os.geteuid(), "belongs to another user"),
-        (info.st_mode & 0o077, f"is open to others; run: chmod 600 {path}"),
+    refuse("CONFIGURATION_INVALID", (
+        (not stat.S_ISREG(info.st_mode), f"{named} is not a regular file"),
+        (info.st_uid != os.geteuid(), f"{named} belongs to another user"),
+        (info.st_mode & 0o077, f"{named} is open to others; run: chmod 600 {path}"),
         (len(line) > TOKEN_LIMIT or not re.fullmatch(b"[!-~]([ -~]*[!-~])?", line),
-         f"must hold one line of printable ASCII of at most {TOKEN_LIMIT} bytes"),
+         f"{named} must hold one line of printable ASCII of at most {TOKEN_LIMIT} bytes"),
         (url.scheme == "http" and not is_loopback(url.hostname),
-         "is not sent to another machine over plain http; use https")))
+         f"{named} is not sent to another machine over plain http; use https")))
     return line.decode("ascii")
 
 
@@ -3094,14 +3092,13 @@ def check_output(path: str) -> None:
         place = os.path.dirname(os.path.realpath(path))
     except (OSError, ValueError):  # relative to a folder that was deleted, or with a NUL
         place = ""
-    if path[-1:] in ("", "/") or not place or os.path.isdir(path):
-        raise argument_error(f"--output {path!r} is not the path of a file")
-    if not os.path.isdir(place):
-        raise argument_error(f"--output {path}: there is no folder {place}; create it first")
-    if os.path.exists(path) and not os.path.isfile(path):
-        place = path  # a pipe or a device
-    if not os.access(place, os.W_OK):
-        raise argument_error(f"--output {path}: no permission to write {place}")
+    is_device = os.path.exists(path) and not os.path.isfile(path)
+    target = path if is_device else place
+    refuse("ARG_ERROR", (
+        (path[-1:] in ("", "/") or not place or os.path.isdir(path),
+         f"--output {path!r} is not the path of a file"),
+        (not os.path.isdir(place), f"--output {path}: there is no folder {place}; create it first"),
+        (not os.access(target, os.W_OK), f"--output {path}: no permission to write {target}")))
 
 
 def write_output(path: str, data: bytes) -> None:
