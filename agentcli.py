@@ -782,9 +782,7 @@ def load(path: str, app: "Optional[App]" = None) -> "App":
     faults: List[str] = []
     try:
         app.folder = os.path.realpath(os.path.dirname(path) or ".")  # one spelling for the journal
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise OSError(errno.EINVAL, "it is not a regular file")
+        with open(regular_file(path), "rb") as file:
             document = parse_json(file.read(), twice=True)
         faults += shape_faults(document, _ROOT_KEYS, ("commands",))
     except FileNotFoundError:
@@ -1124,14 +1122,15 @@ def private_folder(path: str) -> None:
             raise
 
 
-def private_file(path: str) -> int:
-    """Open a regular file to read and append; a new one is 0600. Raises OSError."""
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o600)
+def regular_file(path: str, private: bool = False) -> int:
+    """Open a regular file to read; private: to append too, a new one is 0600. Raises OSError."""
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT if private else os.O_RDONLY
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o600)
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file", path)
-    if mode & 0o600 != 0o600:  # the umask may have kept the owner out
+        raise OSError(errno.EINVAL, "it is not a regular file", path)
+    if private and mode & 0o600 != 0o600:  # the umask may have kept the owner out
         os.fchmod(descriptor, 0o600)
     return descriptor
 
@@ -1258,7 +1257,7 @@ class JournalEntry:
     def _open(self, name: str) -> int:
         path = os.path.join(self.folder, name)
         new = not os.path.exists(path)
-        self.open_files.append(private_file(path))
+        self.open_files.append(regular_file(path, private=True))
         if new:
             folder = os.open(self.folder, os.O_RDONLY)
             os.fsync(folder)  # the new file's name, too, is on disk before its first record
@@ -1294,7 +1293,7 @@ class JournalEntry:
             for day in self._day(KEY_SECONDS), self._day(-KEY_SECONDS):  # a clock may be set back
                 path = os.path.join(self.folder, day)
                 if record is None and os.path.exists(path):
-                    with open(private_file(path), "rb", buffering=0) as file:
+                    with open(regular_file(path), "rb", buffering=0) as file:
                         record = next(whole_records(file.fileno(), key), None)
             if record and record["at"] < self.began - KEY_SECONDS:
                 record = None
@@ -1522,7 +1521,7 @@ def run_journal(call: Call) -> Outcome:
         if wanted and name[:4] != "day-" and name != wanted + ".jsonl":
             continue
         try:
-            with open(os.open(os.path.join(folder, name), os.O_RDONLY | os.O_NONBLOCK), "rb") as f:
+            with open(regular_file(os.path.join(folder, name)), "rb") as f:
                 for record in whole_records(f.fileno()):
                     if wanted in (None, record.get("session"), name[:-6]):
                         runs.setdefault(record["run"], record)  # the last one tells most
@@ -1583,7 +1582,7 @@ class AuditLog:
         """
         private_folder(os.path.dirname(self.path))
         while True:
-            descriptor = private_file(self.path)
+            descriptor = regular_file(self.path, private=True)
             try:
                 held = take_lock(descriptor, 0, time.monotonic() + 1)
                 here, there = os.fstat(descriptor), os.stat(self.path)
@@ -2229,14 +2228,12 @@ def read_token(app: "App", url: "Any") -> str:
     path = os.path.join(app.folder, os.path.expanduser(path))
     named = f"The token file {path}"
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as file:
-            info = os.fstat(file.fileno())
-            text = file.read(TOKEN_LIMIT + 2) if stat.S_ISREG(info.st_mode) else b""
+        with open(regular_file(path), "rb", buffering=0) as file:
+            info, text = os.fstat(file.fileno()), file.read(TOKEN_LIMIT + 2)
     except (OSError, ValueError) as error:
         raise failure("CONFIGURATION_INVALID", f"{named}: {reason_of(error)}") from None
     line = text[:-1] if text.endswith(b"\n") else text
     refuse("CONFIGURATION_INVALID", (
-        (not stat.S_ISREG(info.st_mode), f"{named} is not a regular file"),
         (info.st_uid != os.geteuid(), f"{named} belongs to another user"),
         (info.st_mode & 0o077, f"{named} is open to others; run: chmod 600 {path}"),
         (len(line) > TOKEN_LIMIT or not re.fullmatch(b"[!-~]([ -~]*[!-~])?", line),
