@@ -1110,16 +1110,17 @@ def _check_arguments(call: Call, command: Command, texts: "Sequence[str]") -> No
 
 
 def private_folder(path: str) -> None:
-    """Make a folder and those above it, 0700 whatever the umask. Raises OSError."""
-    if os.path.isdir(path):
-        return
-    private_folder(os.path.dirname(path))
-    try:
-        os.mkdir(path, 0o700)
-        os.chmod(path, 0o700)  # the umask may have kept the owner out
-    except FileExistsError:
-        if not os.path.isdir(path):
-            raise
+    """Make an absolute folder and those above it, 0700 whatever the umask. Raises OSError."""
+    folder = "/"
+    for name in path.split("/"):
+        folder = os.path.join(folder, name)
+        try:
+            if not os.path.isdir(folder):
+                os.mkdir(folder, 0o700)
+                os.chmod(folder, 0o700)  # the umask may have kept the owner out
+        except FileExistsError:
+            if not os.path.isdir(folder):
+                raise
 
 
 def regular_file(path: str, private: bool = False) -> int:
@@ -1129,7 +1130,7 @@ def regular_file(path: str, private: bool = False) -> int:
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a regular file", path)
+        raise OSError(errno.EINVAL, "it is a directory, pipe or device, not a regular file", path)
     if private and mode & 0o600 != 0o600:  # the umask may have kept the owner out
         os.fchmod(descriptor, 0o600)
     return descriptor
