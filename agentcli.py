@@ -750,12 +750,6 @@ def path_faults(commands: "Dict[str, Command]") -> "List[str]":
     return faults
 
 
-def invalid_manifest(path: str, faults: "Sequence[str]") -> Failure:
-    return failure("INVALID_MANIFEST", f"{path}: {'; '.join(faults)}",
-                   context={"faults": list(faults)},
-                   fix_required="Correct the manifest; nothing was run")
-
-
 def find_manifest(given: "Optional[str]") -> str:
     """The path of the manifest: given, or beside this file, even where there is none.
 
@@ -809,7 +803,8 @@ def load(path: str, app: "Optional[App]" = None) -> "App":
                           '"http"; only a program that imports agentcli can bind a function to it')
     faults += path_faults(commands)
     if faults:
-        app.broken = invalid_manifest(path, faults)
+        app.broken = failure("INVALID_MANIFEST", f"{path}: {'; '.join(faults)}", context={
+            "faults": faults}, fix_required="Correct the manifest; nothing was run")
     else:
         app.commands.update(commands)
     return app
@@ -1508,8 +1503,8 @@ def run_journal(call: Call) -> Outcome:
     # Not the session of the environment: who was killed comes back with a new one.
     session = call.line.given.get("session")
     wanted = digest("session", os.fsencode(session[0])) if session else None
-    runs: Dict[str, Json] = {}
-    ids: Dict[str, Set[str]] = {}  # of each run, one in each of its places
+    # The last record of each, which tells most, and its ids: one in each of its places.
+    runs: Dict[str, Tuple[Json, Set[str]]] = {}
     told: Set[str] = set()  # the calls and operations whose end a later run has told
     try:
         names = [name for name in os.listdir(folder) if name.endswith(".jsonl")]
@@ -1525,8 +1520,8 @@ def run_journal(call: Call) -> Outcome:
             with open(regular_file(os.path.join(folder, name)), "rb") as f:
                 for record in whole_records(f.fileno()):
                     if wanted in (None, record.get("session"), name[:-6]):
-                        runs.setdefault(record["run"], record)  # the last one tells most
-                        ids.setdefault(record["run"], set()).add(record["id"])
+                        _, ids = runs.setdefault(record["run"], (record, set()))
+                        ids.add(record["id"])
         except OSError as error:
             call.warn("STATE_UNAVAILABLE", f"{name} of the journal is left out: {error}")
     try:
@@ -1535,16 +1530,16 @@ def run_journal(call: Call) -> Outcome:
         locks = -1
     entries: List[Json] = []
     seen: Set[str] = set()
-    for record in sorted(runs.values(), key=lambda r: -float(r["at"])):
+    for record, ids in sorted(runs.values(), key=lambda run: -float(run[0]["at"])):
         code = (record.get("error") or {}).get("code")
         if record["event"] == "finished":
             state = "unknown" if code == "operation_unknown" else "finished"
         else:
             locked = locks >= 0 and any(not take_lock(locks, int(one[:15], 16), 0, shared=True)
-                                        for one in ids[record["run"]] - seen)
+                                        for one in ids - seen)
             state = "running" if locked else "unknown"
-        seen |= ids[record["run"]]  # an earlier run of the same call cannot hold its lock
-        same = {record["operation_id"]} if "operation_id" in record else ids[record["run"]]
+        seen |= ids  # an earlier run of the same call cannot hold its lock
+        same = {record["operation_id"]} if "operation_id" in record else ids
         if state == "finished":
             told |= same
         if not call.args.get("unresolved") or not same & told:
@@ -2167,15 +2162,11 @@ def tell_ending(call: Call, ending: "Ending", what: str = "tool") -> Outcome:
         told = Failure(128 + signo, "DELEGATED_SIGNAL", f"The {what} died of {signal_name(signo)} "
                        f"(signal {signo})", {"partial": True}, context={"signal": signo})
     else:
-        told = delegated_exit(os.WEXITSTATUS(status))
+        code = os.WEXITSTATUS(status)  # it may have failed halfway: nothing says "run it again"
+        told = Outcome(0, {"exit_code": 0}) if not code else Failure(
+            code, "DELEGATED_EXIT", f"The delegated tool exited {code}", {"exit_code": code})
     told.ran = True
     return told
-
-
-def delegated_exit(code: int) -> Outcome:
-    """A tool's own end. It may have failed halfway, so that nothing says it may be run again."""
-    return Outcome(0, {"exit_code": 0}) if not code else Failure(
-        code, "DELEGATED_EXIT", f"The delegated tool exited {code}", {"exit_code": code})
 
 
 # ---- HTTP operation ------------------------------------------------------------------------------
@@ -3009,16 +3000,14 @@ def sentence_of(error: "Json") -> str:
 
 def remarks(call: Call, outcome: Outcome) -> "List[str]":
     """What stands on stderr beside the answer: warnings, and for a person why it is not ok."""
-    own = [f"warning: {warning['message']}" for warning in call.warnings]
+    own, reply = call.warnings, outcome.reply
+    theirs = reply["warnings"] if outcome.final and reply and call.format == "text" else []
+    lines = [f"warning: {warning['message']}" for warning in own + theirs]
     if call.format == "json":  # a final envelope is the service's own and holds none of these
-        return own if outcome.final else []
-    lines = own + [f"warning: {warning['message']}" for warning in (
-        outcome.reply["warnings"] if outcome.final and outcome.reply else [])]
+        return lines if outcome.final else []
     lines += [sentence_of(outcome.error)] if outcome.error else []
     lines += [outcome.note] if outcome.note else []
-    if outcome.exit_code and outcome.reply and not lines:
-        return [_UNFINISHED[outcome.reply["status"]]]
-    return lines
+    return lines if lines or not (outcome.exit_code and reply) else [_UNFINISHED[reply["status"]]]
 
 
 def report(call: Call, outcome: Outcome) -> int:
