@@ -1235,7 +1235,6 @@ class JournalEntry:
         self.fields: Json = {"run": call.request_id,
                              "command": call.command and call.command.path}
         self.key = None if call.operation_id else call.options.get("idempotency-key")
-        self.folder = call.app.journal_folder()
         self.open_files: List[int] = []
         self.places: List[Place] = []
         session = call.options.get("session")
@@ -1263,6 +1262,7 @@ class JournalEntry:
 
     def open(self) -> None:
         """Take the run's locks and open its files. Raises OSError, Failure (6, IN_PROGRESS)."""
+        self.folder = self.call.app.journal_folder()
         private_folder(self.folder)
         locks = self._open("locks")
         if time.time() - os.fstat(locks).st_mtime > 86400:  # nobody looked for a day
@@ -1447,10 +1447,7 @@ def admit(call: Call, work: Work) -> Outcome:
         return work.start(None)
     if is_http:
         call.operation_id = options.get("idempotency-key") or new_id("op_")
-    try:
-        entry = JournalEntry(call, digest(*work.identity))
-    except Failure as wrong:
-        return without_journal(call, work, str(wrong))
+    entry = JournalEntry(call, digest(*work.identity))
     try:
         try:
             entry.open()
@@ -1468,7 +1465,7 @@ def admit(call: Call, work: Work) -> Outcome:
             entry.write("started", durable=True)
         except OSError as error:
             entry.note("void")
-            return without_journal(call, work, f"{reason_of(error)} ({error.filename or 'a file'})")
+            return without_journal(call, work, error)
         try:
             outcome = work.start(entry)
         except Failure:  # nothing was started
@@ -1481,9 +1478,10 @@ def admit(call: Call, work: Work) -> Outcome:
             os.close(descriptor)
 
 
-def without_journal(call: Call, work: Work, why: str) -> Outcome:
+def without_journal(call: Call, work: Work, error: OSError) -> Outcome:
     """Run what cannot be journalled, with a warning, where that is asked for or harmless."""
     options = call.options
+    why = reason_of(error) + f" ({error.filename})" * bool(error.filename)
     needed = "session" in options or call.kind != "http"
     if needed and "rerun" not in options:
         raise failure("STATE_UNAVAILABLE", f"The journal cannot be written: {why}; nothing was run",
@@ -1499,7 +1497,6 @@ def run_journal(call: Call) -> Outcome:
     A run is unresolved when nobody knows its end, and no later run of the same call or operation
     told one.
     """
-    folder = call.app.journal_folder()
     # Not the session of the environment: who was killed comes back with a new one.
     session = call.line.given.get("session")
     wanted = digest("session", os.fsencode(session[0])) if session else None
@@ -1507,6 +1504,7 @@ def run_journal(call: Call) -> Outcome:
     runs: Dict[str, Tuple[Json, Set[str]]] = {}
     told: Set[str] = set()  # the calls and operations whose end a later run has told
     try:
+        folder = call.app.journal_folder()
         names = [name for name in os.listdir(folder) if name.endswith(".jsonl")]
     except FileNotFoundError:
         names = []
@@ -1652,8 +1650,8 @@ def audit_log_of(call: Call) -> "Optional[AuditLog]":
         if "path" not in settings:
             settings["path"] = os.path.join(app.state_folder(), "audit.jsonl")
         return AuditLog(**settings)
-    except Failure as wrong:
-        call.warn("AUDIT_LOG_UNAVAILABLE", str(wrong))
+    except OSError as error:
+        call.warn("AUDIT_LOG_UNAVAILABLE", str(error))
         return None
 
 
@@ -2853,7 +2851,7 @@ class App:
         return os.environ.get(self.prefix + variable) or None
 
     def state_folder(self) -> str:
-        """Where the journal and the audit log lie. Raises Failure (STATE_UNAVAILABLE)."""
+        """Where the journal and the audit log lie. Raises OSError where that is nowhere."""
         folder = self.setting("STATE_DIR")
         if not folder:
             state, home = os.environ.get("XDG_STATE_HOME", ""), os.environ.get("HOME")
@@ -2868,12 +2866,12 @@ class App:
                 state = os.path.join(home, ".local", "state")
             folder = os.path.join(state, self.name)
         if not folder.startswith("/"):
-            raise failure("STATE_UNAVAILABLE", f"The state folder must be an absolute path, not "
-                          f"{folder!r}", fix_required=f"Set {self.prefix}STATE_DIR to one")
+            raise OSError(f"the state folder must be an absolute path, not {folder!r}; set "
+                          f"{self.prefix}STATE_DIR to one")
         return folder
 
     def journal_folder(self) -> str:
-        """Where the journal lies in it. Raises Failure (STATE_UNAVAILABLE)."""
+        """Where the journal lies in it. Raises OSError."""
         return os.path.join(self.state_folder(), "journal")
 
     def register(self, path: str, **entry: "Any") -> None:
