@@ -1508,9 +1508,6 @@ def run_journal(call: Call) -> Outcome:
         names = [name for name in os.listdir(folder) if name.endswith(".jsonl")]
     except FileNotFoundError:
         names = []
-    except OSError as error:
-        raise failure("STATE_UNAVAILABLE", f"The journal cannot be read: {error}",
-                      fix_required="Make its folder readable") from None
     for name in names:
         if wanted and name[:4] != "day-" and name != wanted + ".jsonl":
             continue
@@ -1733,17 +1730,12 @@ def run_audit_log(call: Call) -> Outcome:
                       "--since, --command and --trace-id", suggestion="Begin again without it")
     found: List[Json] = []
     old = 0  # entries in a row that are too old: writers and clocks may be out of order
-    try:
-        for entry in log.entries(after):
-            old = old + 1 if entry["timestamp"] < timestamp(oldest) else 0
-            if old > 100 or len(found) > limit:
-                break
-            if not old and all(not value or entry.get(key) == value
-                               for key, value in wanted.items()):
-                found.append(entry)
-    except OSError as error:
-        raise failure("STATE_UNAVAILABLE", f"The audit log cannot be read: {error}",
-                      fix_required="Make its files readable") from None
+    for entry in log.entries(after):
+        old = old + 1 if entry["timestamp"] < timestamp(oldest) else 0
+        if old > 100 or len(found) > limit:
+            break
+        if not old and all(not value or entry.get(key) == value for key, value in wanted.items()):
+            found.append(entry)
     more, found = len(found) > limit, found[:limit]
     return Outcome(0, {"entries": found[::-1]}, meta={"pagination": {
         "total": None, "returned": len(found), "truncated": more, "has_more": more,
@@ -2975,8 +2967,12 @@ def perform(call: Call) -> Outcome:
     command = call.command
     assert command
     if command.kind == "builtin" and command.handler:
-        outcome: Outcome = command.handler(call)
-        return outcome
+        try:
+            outcome: Outcome = command.handler(call)
+            return outcome
+        except OSError as error:
+            raise failure("STATE_UNAVAILABLE", f"What {command.words} shows cannot be read: "
+                          f"{error}", fix_required="Make its folder and files readable") from None
     return admit(call, _PREPARE[command.kind](call, command))
 
 
