@@ -741,13 +741,10 @@ class Command:
 def path_faults(commands: "Dict[str, Command]") -> "List[str]":
     """Passthrough paths that are groups too: their second word would be the tool's."""
     tools = {path for path, command in commands.items() if command.kind == "passthrough"}
-    faults = []
-    for other in commands:
-        words = other.split(".")
-        above = {".".join(words[:n]) for n in range(1, len(words))}
-        faults += [f'command "{path}": a passthrough path may not be a group, but there is '
-                   f'"{other}"' for path in sorted(above & tools)]
-    return faults
+    above = [(".".join(other.split(".")[:n]), other) for other in commands
+             for n in range(1, other.count(".") + 1)]
+    return [f'command "{path}": a passthrough path may not be a group, but there is "{other}"'
+            for path, other in above if path in tools]
 
 
 def find_manifest(given: "Optional[str]") -> str:
@@ -1026,13 +1023,12 @@ def parse(call: Call) -> "Callable[[Call], Outcome]":
     try:
         call.audit = audit_log_of(call)
     except Failure as wrong:
-        audit_fault = wrong
+        audit_fault = wrong if command else None
     for step, name in (show_help, "help"), (show_version, "version"):
         if name in given:
             return step
     is_doctor = command is not None and command.path == "doctor"
-    for fault in ([line.fault] if is_doctor else
-                  [app.broken, line.fault, audit_fault if command else None]):
+    for fault in [line.fault] if is_doctor else [app.broken, line.fault, audit_fault]:
         if fault:
             raise fault
     if not command and (line.words or line.places):
