@@ -2997,7 +2997,9 @@ def remarks(call: Call, outcome: Outcome) -> "List[str]":
         return lines if outcome.final else []
     lines += [sentence_of(outcome.error)] if outcome.error else []
     lines += [outcome.note] if outcome.note else []
-    return lines if lines or not (outcome.exit_code and reply) else [_UNFINISHED[reply["status"]]]
+    if outcome.exit_code and reply and not lines:
+        return [_UNFINISHED[reply["status"]]]
+    return lines
 
 
 def report(call: Call, outcome: Outcome) -> int:
