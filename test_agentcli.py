@@ -3321,8 +3321,8 @@ class ReadmeTest(Case):
 
     @unittest.skipUnless(shutil.which("make") and shutil.which("git"), "needs make and git")
     def test_an_edited_copy_is_not_overwritten_unasked(self):
-        copy, git = self.copy / "path/to/your/repository/agentcli.py", "git -c user.name=n -c " \
-            "user.email=e"
+        copy = self.copy / "path/to/your/repository/agentcli.py"
+        git = "git -c user.name=n -c user.email=e"
         vendor = "make -s vendor DEST=path/to/your/repository"
         self.assertEqual(self.shell(f"git init -q && git add . && {git} commit -qm 1 && {vendor}"
                                     f"; echo '# new' >> agentcli.py; {git} commit -qam 2")[0], 0)
