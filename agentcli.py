@@ -190,6 +190,9 @@ class RegistrationError(ValueError):
         self.faults = list(faults)
 
 
+_LOOK_FIRST = "Look at what it has done before you run it again"
+
+
 class Cancelled(Failure):
     """A signal asked agentcli to end; what names the child that it stopped, if one had begun."""
 
@@ -198,7 +201,8 @@ class Cancelled(Failure):
         super().__init__(
             128 + signo, "CANCELLED", f"agentcli was told to stop by {signal_name(signo)} (signal "
             f"{signo}) " + (f"and stopped the {what}" if what else "before anything was started"),
-            {"partial": True}, phase="execution", context=context)
+            {"partial": True}, phase="execution", context=context,
+            suggestion=_LOOK_FIRST if what else None)
 
 
 def failure(code: str, message: str, data: "Any" = None, **fields: "Any") -> Failure:
@@ -276,9 +280,9 @@ def response_envelope(call: "Call", outcome: Outcome) -> "Json":
     meta: Json = {
         "exit_code": outcome.exit_code, "duration_ms": call.milliseconds(),
         "timeout_ms": call.timeout_ms, "request_id": call.request_id,
-        "timestamp": timestamp(time.time()), "tool_version": call.app.version}
-    for key, value in (("command", call.command and call.command.path),
-                       ("trace_id", os.environ.get("TOOL_TRACE_ID")),
+        "timestamp": timestamp(time.time()), "tool_version": call.app.version,
+        "command": call.command.path if call.command else ""}
+    for key, value in (("trace_id", os.environ.get("TOOL_TRACE_ID")),
                        ("audit_log_path", call.audit and call.audit.path)):
         meta.update({key: value} if value else {})
     meta.update(outcome.meta)
@@ -484,11 +488,14 @@ def read_input(source: str, limit: int = INPUT_LIMIT, deadline: "Optional[float]
             except BlockingIOError:
                 continue
             if not piece:
+                heed_signals()  # who ends agentcli often closes its input next
                 return bytes(data)
             data += piece
         raise ValueError(f"it is larger than {limit} bytes")
     except (OSError, ValueError) as error:
-        raise argument_error(f"--input {source}: {reason_of(error)}") from None
+        raise argument_error(
+            f"--input {source}: {reason_of(error)}", suggestion="Pass - for stdin, or a file's path"
+            if isinstance(error, OSError) else None) from None
     finally:
         if descriptor:
             os.close(descriptor)
@@ -530,7 +537,8 @@ def _like(pattern: str, what: str) -> "Rule":
     return lambda value: isinstance(value, str) and bool(re.fullmatch(pattern, value)), what
 
 
-_TEXT: "Rule" = (lambda value: _is_string(value) and value.strip() != "", "a non-empty string")
+_TEXT: "Rule" = (lambda value: _is_string(value) and value.strip() != "",
+                 "a non-empty string without NUL and lone surrogates")
 _STRING: "Rule" = (lambda value: isinstance(value, str), "a string")
 _STRINGS: "Rule" = (_is_strings, "a list of strings")
 _OBJECT: "Rule" = (lambda value: isinstance(value, dict), "an object")
@@ -757,7 +765,7 @@ def find_manifest(given: "Optional[str]") -> str:
     beside = [os.path.join(os.path.dirname(path(__file__)), name)
               for name in ("manifest.json", "manifest.example.json")
               for path in (os.path.abspath, os.path.realpath)]
-    return next(filter(os.path.exists, beside), beside[0])
+    return next(filter(os.path.lexists, beside), beside[0])
 
 
 def load(path: str, app: "Optional[App]" = None) -> "App":
@@ -779,7 +787,7 @@ def load(path: str, app: "Optional[App]" = None) -> "App":
     except FileNotFoundError:
         faults.append(
             'there is no manifest. Make one there, such as {"name": "ledger", "commands": {"lint": '
-            '{"description": "Compile a file", "danger_level": "mutating", "arguments": '
+            '{"description": "Compile a file", "danger_level": "safe", "arguments": '
             '"passthrough", "argv": ["{python}", "-m", "py_compile"]}}}, or name one with '
             "--manifest PATH or AGENTCLI_MANIFEST")
     except OSError as error:
@@ -933,8 +941,10 @@ def read_option(token: str, waiting: "List[str]", flags: "Json", line: CommandLi
     near = None
     if name not in flags:  # far names are not offered: --dry-run was not meant as --rerun
         wrong = f"There is no option {given} here"
-        near = nearest(given, ["--" + known for known in flags], 0.76) or (
-            None if line.words else "What is a command's own goes behind its path")
+        options = ["--" + known for known in flags]
+        near = nearest(given, options, 0.76) or (
+            f"There are {', '.join(options)}" if line.words else
+            "What is a command's own goes behind its path")
     elif boolean and text is not None:
         wrong = f"{given} takes no value"
     elif not boolean and text is None:
@@ -1383,8 +1393,8 @@ def replay(record: "Json") -> Outcome:
             "never reported its end" + (f"; its process, pid {pid}, may still run" if pid else "")
         raise failure(
             "OUTCOME_UNKNOWN", f"The same call began at {when} but {why}",
-            suggestion="Find out what it has done, then call again with --rerun before the "
-            "command path",
+            suggestion="Find out what it has done. If it was done, go on; if not, call again with "
+            "--rerun before the command path",
             context={"started_at": when, "pid": pid, "request_id": record["run"]})
     data, error = record.get("data"), record.get("error")
     if data is None or isinstance(data, dict):
@@ -1451,6 +1461,9 @@ def admit(call: Call, work: Work) -> Outcome:
             if is_http:
                 if record and "session" in options and not keyed:
                     call.operation_id = record.get("operation_id", call.operation_id)
+                    call.warn("OPERATION_ID_REUSED", "The same request was made at "
+                              f"{timestamp(record['at'])}; this one carries its operation id, so "
+                              "that the service can recognise it; --rerun takes a new one")
                 entry.fields["operation_id"] = call.operation_id
             elif record and not (record["event"] == "finished" and work.reads_stdin
                                  and bytes_wait_on_stdin()):
@@ -1719,9 +1732,8 @@ def run_audit_log(call: Call) -> Outcome:
     wanted = {"command": args.get("command", "").replace(" ", "."),
               "trace_id": args.get("trace-id", "")[:LONGEST_TRACE]}
     oldest = since(args["since"]) if "since" in args else 0.0
-    filters = digest(args.get("since"), wanted)
-    after, _, of = args.get("cursor", f".{filters}").rpartition(".")
-    if of != filters or not after.isascii():
+    after, _, check = args.get("cursor", "").rpartition(".")
+    if "cursor" in args and check != digest(after, args.get("since"), wanted):
         raise failure("INVALID_CURSOR", "--cursor is not one that audit-log gave for the same "
                       "--since, --command and --trace-id", suggestion="Begin again without it")
     found: List[Json] = []
@@ -1733,9 +1745,10 @@ def run_audit_log(call: Call) -> Outcome:
         if not old and all(not value or entry.get(key) == value for key, value in wanted.items()):
             found.append(entry)
     more, found = len(found) > limit, found[:limit]
+    last = found[-1]["request_id"] if more else ""
     return Outcome(0, {"entries": found[::-1]}, meta={"pagination": {
         "total": None, "returned": len(found), "truncated": more, "has_more": more,
-        "next_cursor": f"{found[-1]['request_id']}.{filters}" if more else None}})
+        "next_cursor": f"{last}.{digest(last, args.get('since'), wanted)}" if more else None}})
 
 
 # ---- Running a child: processes, signals, one wait loop ------------------------------------------
@@ -1893,7 +1906,8 @@ def supervise(tree: ProcessTree, deadline: "Optional[float]", at_terminal: bool 
                 tree.signal(signal.SIGKILL)  # look again until nothing is left
             elif own and signo == signal.SIGTSTP:
                 stop_here()  # agentcli's own child is told nothing
-            elif not own and signo not in (0, signal.SIGCHLD) and not theirs:
+            elif not own and signo not in (0, signal.SIGCHLD) and not theirs and (
+                    sent or signo != signal.SIGXCPU):  # of agentcli's own time on the processor
                 _send(os.killpg if tree.grouped else os.kill, tree.pid, signo)
         elif killing:
             if over:
@@ -2057,9 +2071,10 @@ def find_program(app: "App", command: Command) -> str:
     directory choose. Raises Failure (exit 4, TOOL_NOT_FOUND or TOOL_NOT_EXECUTABLE).
     """
     name = expand_argv(app, command.entry["argv"])[0]
-    search_path = command.entry.get("env", {}).get("PATH", os.environ.get("PATH")) or os.defpath
+    own = command.entry.get("env", {}).get("PATH")
+    search_path = os.environ.get("PATH") if own is None else native(own)
     folders = [app.folder] if "/" in name else [
-        entry for entry in search_path.split(os.pathsep) if entry[:1] == "/"]
+        entry for entry in (search_path or os.defpath).split(os.pathsep) if entry[:1] == "/"]
     present = [path for path in (os.path.join(folder, name) for folder in folders)
                if os.path.isfile(path) or "/" in name and os.path.exists(path)]
     for path in present:
@@ -2078,12 +2093,17 @@ def not_executable(program: str, what: str) -> Failure:
                    fix_required="Mend the tool, or the command's argv in the manifest")
 
 
+def native(text: str) -> str:
+    """A manifest's text, which is UTF-8 whatever the locale, as the system's calls take it."""
+    return os.fsdecode(text.encode("utf-8"))
+
+
 def expand_argv(app: "App", argv: "Sequence[str]") -> "List[str]":
     """A manifest's argv with {python} and {manifest_dir} filled in, in one pass."""
     values = {"{python}": sys.executable or os.path.realpath("/proc/self/exe"),
               "{manifest_dir}": app.folder}
     return [re.sub(r"\{python\}|\{manifest_dir\}", lambda m: values[str(m[0])], element)
-            if "{" in element else element for element in argv]
+            if "{" in element else element for element in map(native, argv)]
 
 
 def prepare_tool(call: Call, command: Command) -> Work:
@@ -2093,13 +2113,11 @@ def prepare_tool(call: Call, command: Command) -> Work:
     Python ignores, and CHLD are default in it. Raises Failure (exit 4).
     """
     app = call.app
-    entry, tokens = command.entry, [os.fsencode(token) for token in call.line.places]
+    entry, tokens = command.entry, call.line.places
     fixed = expand_argv(app, entry["argv"])
-    helps = tokens in ([b"--help"], [b"-h"]) and "help_argv" in entry
-    if helps:
-        fixed, tokens = fixed + entry["help_argv"], []
-    # The manifest's text is UTF-8 whatever the locale; a folder filled into it may be no text.
-    argv = [element.encode("utf-8", "surrogateescape") for element in fixed] + tokens
+    helps = tokens in (["--help"], ["-h"]) and "help_argv" in entry
+    argv = [os.fsencode(element) for element in fixed + (
+        [native(element) for element in entry["help_argv"]] if helps else tokens)]
     environment = {name: text for name, text in os.environb.items() if name}  # "" cannot be passed
     environment.update((name.encode("utf-8"), text.encode("utf-8"))
                        for name, text in entry.get("env", {}).items())
@@ -2139,7 +2157,7 @@ def tell_ending(call: Call, ending: "Ending", what: str = "tool") -> Outcome:
         told: Outcome = failure(
             "TIMEOUT", f"The {what} ran past its limit of {call.timeout:g} s and was stopped; what "
             "it had done until then stays done", {"partial": True},
-            suggestion="Look at what it has done before you run it again; --timeout sets a limit",
+            suggestion=f"{_LOOK_FIRST}; --timeout sets another limit",
             context={"timeout_ms": call.timeout_ms})
     elif cause is not None:
         told = Cancelled(cause, what)
@@ -2325,7 +2343,8 @@ def lost(call: Call, sent: bool, why: str, read: "Any" = None) -> "Json":
         call.request_id, "partial",
         {"operation_id": call.operation_id, "operation_state": "unknown"}, "operation_unknown",
         f"The request may have been carried out, but {why}; find out how operation "
-        f"{call.operation_id} ended before any retry", operation_id=call.operation_id)
+        f"{call.operation_id} ended before any retry, and retry only with --operation-id "
+        f"{call.operation_id}", operation_id=call.operation_id)
 
 
 def direct_opener(page: SharedPage) -> "Any":
@@ -2522,7 +2541,7 @@ def prepare_handler(call: Call, command: Command) -> Work:
         if outcome.exit_code == 0 and preview and not asked:
             raise failure("CONFIRMATION_REQUIRED", f"{command.words} is destructive and was only "
                           "asked what it would do; data is the answer", outcome.data,
-                          fix_required="Add --confirm-destructive to do it")
+                          fix_required="Ask for approval, then add --confirm-destructive")
         if preview:
             outcome.meta["dry_run"] = True
         elif outcome.exit_code == 0 and not command.is_safe and not (
@@ -2568,7 +2587,8 @@ def in_child(call: Call, journal: "Optional[JournalEntry]", function: "Callable[
     if not answer:
         how = f"died of {signal_name(os.WTERMSIG(status))}" if os.WIFSIGNALED(status) else \
             f"left with exit code {os.WEXITSTATUS(status)}"
-        return internal_error(f"The handler's process {how} and gave no answer")
+        return failure("INTERNAL_ERROR", f"The handler's process {how} and gave no answer",
+                       {"partial": True}, suggestion=_LOOK_FIRST)
     call.warnings += answer["warnings"]
     return Outcome(answer["exit"], answer["data"], answer["error"])
 
@@ -2614,7 +2634,8 @@ def manifest_entry(command: Command) -> "Json":
         "required_scopes": entry.get("required_scopes", []), "flags": command.flags(),
         "option_placement": entry.get("option_placement", "any"), "output_file": "envelope",
         "exit_codes": {str(code): {"name": name, "description": text, "retryable": code == 5,
-                                   "side_effects": effects}
+                                   "side_effects": "none" if command.is_safe
+                                   and effects == "partial" else effects}
                        for code, kinds, name, effects, text in _EXIT_CODES
                        if letters & set(kinds)}}
     if kind == "passthrough":
@@ -2823,8 +2844,11 @@ class App:
         if faults:
             raise RegistrationError(faults)
         vars(self).update(settings)
-        program = getattr(sys.modules.get("__main__"), "__file__", None) or "."
-        self.folder = os.path.dirname(os.path.realpath(program))  # {manifest_dir}
+        program = getattr(sys.modules.get("__main__"), "__file__", None)
+        try:  # {manifest_dir}
+            self.folder = os.path.dirname(os.path.realpath(program)) if program else os.getcwd()
+        except OSError:  # it was deleted
+            self.folder = "."
         self.flags = {key: spec for key, spec in GLOBAL_FLAGS.items() if key != "manifest"}
         self.commands = {path: Command(
             path, {"description": text, "danger_level": "safe", "flags": flags}, "builtin", run)
@@ -3021,17 +3045,16 @@ def report(call: Call, outcome: Outcome) -> int:
         except OSError as wrong:
             call.warn("OUTPUT_UNAVAILABLE", f"--output {call.output}: {reason_of(wrong)}")
             line = envelope_line(call, outcome)
-    if call.format == "json":
-        failed = write_all(2 if on_stderr else 1, b"\n" * on_stderr + line, stopped)
-        if failed and not on_stderr and failed.errno not in (errno.EPIPE, errno.EBADF):
-            write_all(2, line)  # stdout is on a full disk, say; it was not closed on purpose
-    else:
+    if call.format == "text":
         data = outcome.data if outcome.reply is None else outcome.reply["data"]
         text = outcome.text
         if text is None and data is not None and not on_stderr:
             text = readable(data)
-        if text is not None:
-            write_all(1, text.encode("utf-8", "backslashreplace") + b"\n")
+        line = b"" if text is None else text.encode("utf-8", "backslashreplace") + b"\n"
+        on_stderr = False
+    failed = write_all(2 if on_stderr else 1, b"\n" * on_stderr + line, stopped)
+    if failed and not on_stderr and failed.errno not in (errno.EPIPE, errno.EBADF):
+        write_all(2, line)  # stdout is on a full disk, say; it was not closed on purpose
     text = "".join(f"{call.app.name}: {printable(remark)}\n" for remark in remarks(call, outcome))
     if text:
         if outcome.ran and error.get("code") != "DELEGATED_EXIT" and os.isatty(2):

@@ -1663,7 +1663,8 @@ class AuditLogTest(StoreCase):
         self.assertEqual((found, second, self.page("--cursor", last)), ("de", "bc", ("a", None)))
         self.assertEqual(self.page("--limit=7"), ("abcdefg", None))
         self.refused(2, "INVALID_CURSOR", *(["audit-log", "--cursor", *words] for words in (
-            [cursor, "--command=sh"], [cursor, "--since=1h"], [""], ["x"], ["W10="], ["\u00e9"])))
+            [cursor, "--command=sh"], [cursor, "--since=1h"], [""], ["x"], ["W10="], ["\u00e9"],
+            [cursor[1:]], [" " + cursor], [cursor + "0"], [cursor.replace("cli_", "cli_0")])))
         self.leave("h")
         self.assertEqual((self.page("--cursor", cursor), self.page()), (("", None), ("fgh", None)))
         self.assertEqual(len(os.listdir(self.state)), 3)
@@ -1676,8 +1677,6 @@ class AuditLogTest(StoreCase):
                 f.write(json.dumps(dict(line, timestamp=stamp, trace_id="-")) + "\n")
         self.assertEqual(self.page("--since=15m")[0], "abc")
         self.assertEqual(self.page()[0], "abc-")
-        _, _, filters = self.page("--limit=1")[1].rpartition(".")
-        self.assertEqual(self.page("--cursor", f"cli_that_never_was.{filters}"), ("", None))
         for wrong in self.dir, "/":
             e = self.call("audit-log", env={"LEDGER_AUDIT_LOG": str(wrong)}).on_stdout
             self.assertEqual(end(e), (4, "STATE_UNAVAILABLE"))
@@ -2505,6 +2504,17 @@ except ChildProcessError: print("no other child")""").split("\n")
         self.assertEqual(out[-3:], ["[0, 0, 2, 0, 1, 0, 1, 10] True True", "no other child", ""])
 
     @on_linux
+    def test_what_the_kernel_says_of_its_own_time_is_not_told_to_the_tool(self):
+        out = self.python("""import resource; from app import app
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGXCPU])
+used = sum(os.times()[:2])
+resource.setrlimit(resource.RLIMIT_CPU, (int(used) + 1, 60))
+while signal.SIGXCPU not in signal.sigpending(): pass
+resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+print(app.run(["sh", "-c", "sleep 0.3; exit 7"]))""")
+        self.assertEqual(out, "7\n")
+
+    @on_linux
     def test_what_failed_before_a_handler_began_leaves_nothing_behind(self):
         out = self.python("""import resource, sys; from app import app
 sys.stdout.close(); sys.stdout = object()
@@ -2709,6 +2719,7 @@ class HandlerTest(AppCase):
             "handler")
         for how, e in zip([*rows.values(), *gone.values()], self.wild(*rows, *gone)):
             self.assertRegex(f"{end(e)} {e['error']['message']}", "1, 'INTERNAL_ERR.*" + how)
+            self.assertEqual(e["data"], {"partial": True} if how in gone.values() else None)
         self.assertGreaterEqual(self.err.count(b"Traceback"), len(rows))
 
     def test_what_it_prints_goes_to_stderr_and_its_warnings_are_told(self):
@@ -3117,6 +3128,62 @@ class MendedTest(HttpCase):
         for env in {}, {"LC_ALL": "C", "LANG": None}:
             r = self.call("--manifest", folder + b"/m.json", "say", env=env)
             self.assertEqual((r.code, r.out), (0, folder + b"/\xc3\xa9\n"))
+
+    @on_linux
+    def test_a_tool_whose_name_is_not_ascii_is_found_in_every_locale(self):
+        self.write("b\u00efn/t\u00f6\u00f6l", b"#!/bin/sh\necho $1\n", 0o755)
+        path = {"PATH": f"{self.dir}/b\u00efn"}
+        self.save(beside=self.entry("./b\u00efn/t\u00f6\u00f6l", "\u00e9"),
+                  found=self.entry("t\u00f6\u00f6l", "\u00e9", env=path))
+        for env in {}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}:
+            for name in "beside", "found":
+                r = self.call(name, env=env)
+                self.assertEqual((r.code, r.out), (0, b"\xc3\xa9\n"), r.err)
+
+    def test_a_manifest_that_is_a_dangling_link_is_not_replaced_by_the_example(self):
+        for name in "agentcli.py", "manifest.example.json":
+            shutil.copy(os.path.join(FOLDER, name), self.dir)
+        for target in "nowhere", "manifest.json":
+            (self.dir / "manifest.json").unlink()
+            (self.dir / "manifest.json").symlink_to(target)
+            r = self.call("ingest", "--help", run=["agentcli.py"], env={"AGENTCLI_MANIFEST": None})
+            self.ends(r, 2, "INVALID_MANIFEST")
+
+    def test_a_program_in_a_deleted_folder_gets_an_answer(self):
+        for code in ("agentcli.main(['--json', 'sh', 'exit 3'])", "agentcli.App('ledger').run([])",
+                     f"agentcli.load({AGENTCLI!r}).run(['--json'])"):
+            go = f"mkdir g; cd g; rmdir ../g; exec {sys.executable} -c \"import agentcli; {code}\""
+            p = subprocess.run(["sh", "-c", go], env=dict(self.env, PYTHONPATH=FOLDER), check=False,
+                               cwd=self.dir, capture_output=True)
+            self.assertNotIn(b"Traceback", p.stderr)
+            self.assertIn(b'{"ok": ', p.stdout + p.stderr)
+
+    def test_a_signal_before_the_end_of_the_input_is_what_ended_the_call(self):
+        for body in b" ", b'{"title":', b'{"title": "x"}':
+            p = self.start("task", "add", "--input", "-", stdin=subprocess.PIPE)
+            p.stdin.write(body)
+            p.stdin.flush()
+            until(lambda p=p: not any(fcntl.ioctl(p.stdin, termios.FIONREAD, bytes(4))))
+            p.terminate()  # and at once, as communicate() does, the input's end
+            self.told(self.end(p), (143, "error", "cancelled"))
+        self.assertEqual(self.service.requests, [])
+
+    def test_an_answer_as_text_that_stdout_cannot_take_goes_to_stderr(self):
+        with open("/dev/full", "wb") as full:
+            for words in ["task", "list"], ["manifest"], ["--version"]:
+                json_form = self.call("--json", *words, stdout=full).err
+                text = self.call("--format=text", *words, stdout=full).err
+                self.assertTrue(json_form and text, words)
+
+    def test_a_repeated_request_says_so(self):
+        for args, codes in ("", []), ("", ["operation_id_reused"]), ("--rerun", []):
+            self.service.reply = reply(201, {"id": 1})
+            e = self.told(self.add("--session=s", *args.split()))
+            self.assertEqual([w["code"] for w in e["warnings"]], codes)
+        self.service.reply = reply(200, operation())
+        answer = self.end(self.add("--session=s"))
+        self.told(answer)
+        self.assertRegex(answer.err, rb"\Aledger: warning: The same request was made at [^\n]+\n\Z")
 
     def test_no_password_of_a_url_is_told(self):
         for url in ("http://user:[tok-123456]@host/", "http://user:tok-123456\u2100pw@host",
