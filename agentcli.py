@@ -1448,8 +1448,9 @@ def admit(call: Call, work: Work) -> Outcome:
     """
     options, command = call.options, call.command
     assert command
-    is_http, keyed = call.kind == "http", "idempotency-key" in options
-    if not work.journalled or command.is_safe or not (is_http or keyed or "session" in options):
+    is_http = call.kind == "http"
+    if not work.journalled or command.is_safe or not (
+            is_http or {"idempotency-key", "session"} & set(options)):
         return work.start(None)
     if is_http:
         call.operation_id = options.get("idempotency-key") or new_id("op_")
@@ -1457,20 +1458,12 @@ def admit(call: Call, work: Work) -> Outcome:
     try:
         try:
             entry.open()
-            record = None if "rerun" in options else entry.latest()
+            known = None if "rerun" in options else entry.latest()
+            instead = recall(call, work, known) if known else None
+            if instead:
+                return instead
             if is_http:
-                if record and "session" in options and not keyed:
-                    call.operation_id = record.get("operation_id", call.operation_id)
-                    call.warn("OPERATION_ID_REUSED", "The same request was made at "
-                              f"{timestamp(record['at'])}; this one carries its operation id, so "
-                              "that the service can recognise it; --rerun takes a new one")
                 entry.fields["operation_id"] = call.operation_id
-            elif record and not (record["event"] == "finished" and work.reads_stdin
-                                 and bytes_wait_on_stdin()):
-                return replay(record)
-            elif record:
-                call.warn("STDIN_NOT_DEDUPLICATED", "The same call ran at "
-                          f"{timestamp(record['at'])}; it was run, for bytes wait on stdin")
             entry.write("started", durable=True)
         except OSError as error:
             entry.note("void")
@@ -1485,6 +1478,23 @@ def admit(call: Call, work: Work) -> Outcome:
     finally:
         for descriptor in entry.open_files:
             os.close(descriptor)
+
+
+def recall(call: Call, work: Work, record: "Json") -> "Optional[Outcome]":
+    """What an earlier run of the call means for this one: its outcome again, or None to run."""
+    when = timestamp(record["at"])
+    if call.operation_id:
+        if "session" in call.options and "idempotency-key" not in call.options:
+            call.operation_id = record.get("operation_id", call.operation_id)
+            call.warn("OPERATION_ID_REUSED", f"The same request was made at {when}; this one "
+                      "carries its operation id, so that the service can recognise it; --rerun "
+                      "takes a new one")
+        return None
+    if record["event"] == "finished" and work.reads_stdin and bytes_wait_on_stdin():
+        call.warn("STDIN_NOT_DEDUPLICATED",
+                  f"The same call ran at {when}; it was run, for bytes wait on stdin")
+        return None
+    return replay(record)
 
 
 def without_journal(call: Call, work: Work, error: OSError) -> Outcome:
