@@ -53,9 +53,10 @@ vendor: export FORCE := $(FORCE)
 vendor: ## copy agentcli.py into DEST=folder, with the example manifest if that has none
 	@[ -n "$$DEST" ] || { echo 'make vendor: name the folder: make vendor DEST=path/to/folder' >&2; exit 2; }
 	@[ -d "$$DEST" ] || { echo "make vendor: not a folder: $$DEST" >&2; exit 2; }
-	@cd "$$DEST" && [ -n "$$FORCE" ] || [ ! -e agentcli.py ] || cmp -s agentcli.py "$(CURDIR)/agentcli.py" || \
-	  git -C "$(CURDIR)" cat-file -e "$$(git hash-object agentcli.py)" 2>/dev/null || { \
-	  echo "make vendor: $$DEST/agentcli.py is no version that git knows here, so it may have been" \
+	@[ -n "$$FORCE" ] || [ ! -e "$$DEST/agentcli.py" ] || cmp -s agentcli.py "$$DEST/agentcli.py" || { \
+	  copy=$$(git hash-object --no-filters "$$DEST/agentcli.py") && \
+	  git rev-list --all --objects -- agentcli.py | grep -q "^$$copy "; } 2>/dev/null || { \
+	  echo "make vendor: $$DEST/agentcli.py is no version that git has here, so it may have been" \
 	    'edited: keep the changes that you need, then add FORCE=1' >&2; exit 2; }
 	@cp agentcli.py "$$DEST/agentcli.py"
 	@[ -e "$$DEST/manifest.json" ] || { cp manifest.example.json "$$DEST/manifest.json"; \

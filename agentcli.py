@@ -231,7 +231,7 @@ def internal_error(message: str = "A fault of agentcli's own; the traceback is o
         try:
             import traceback
 
-            text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+            text = traceback.format_exc()
         except (ImportError, OSError):  # no descriptor is left to load it
             text = f"{error!r}\n"
         write_all(2, text.encode("utf-8", "backslashreplace"))
@@ -362,7 +362,7 @@ def parse_json(data: bytes, huge: bool = False, twice: bool = False) -> "Any":
     """
     text = data.decode("utf-8")
 
-    def refuse(token: str, what: str = "is not JSON") -> "NoReturn":
+    def reject(token: str, what: str = "is not JSON") -> "NoReturn":
         bare = re.sub(r'"(?:[^"\\]|\\.)*"', "", text)  # a string may hold the token too
         at = re.search(rf"(?<![^\s,:\[]){re.escape(token)}(?![^\s,\]}}])", bare)
         line = bare.count("\n", 0, at.start()) + 1 if at else 1
@@ -370,12 +370,12 @@ def parse_json(data: bytes, huge: bool = False, twice: bool = False) -> "Any":
 
     def number(token: str) -> float:
         if abs(float(token)) == float("inf"):
-            refuse(token, "is too large for a double")
+            reject(token, "is too large for a double")
         return float(token)
 
     def integer(token: str) -> int:
         if len(token) > 100000:  # to read it takes time that grows with its square
-            refuse(token, "is too large")
+            reject(token, "is too large")
         if not huge:
             number(token)
         return int(token)
@@ -389,7 +389,7 @@ def parse_json(data: bytes, huge: bool = False, twice: bool = False) -> "Any":
         return found
 
     try:
-        return json.loads(text, object_pairs_hook=unique, parse_constant=refuse,
+        return json.loads(text, object_pairs_hook=unique, parse_constant=reject,
                           parse_float=number, parse_int=integer)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
@@ -785,7 +785,7 @@ def load(path: str, app: "Optional[App]" = None) -> "App":
             document = parse_json(file.read(), twice=True)
         faults += shape_faults(document, _ROOT_KEYS, ("commands",))
     except FileNotFoundError:
-        faults.append(
+        faults.append("it is a link to what is not there" if os.path.islink(path) else
             'there is no manifest. Make one there, such as {"name": "ledger", "commands": {"lint": '
             '{"description": "Compile a file", "danger_level": "safe", "arguments": '
             '"passthrough", "argv": ["{python}", "-m", "py_compile"]}}}, or name one with '
@@ -985,14 +985,15 @@ def convert(text: str, spec: "Json", where: str) -> "Any":
     return value
 
 
-def convert_all(app: "App", given: "Dict[str, List[Any]]", flags: "Json") -> "Json":
-    """Each option's value, of its type: given, else of a variable, else its default.
+def convert_all(app: "App", given: "Dict[str, List[Any]]", flags: "Json", into: "Json") -> None:
+    """Put in each option's value, of its type: given, else of a variable, else its default.
 
-    An array keeps all; of any other type, two that differ are a fault. Raises Failure (ARG_ERROR).
+    An array keeps all; of any other type, two that differ are a fault. Raises Failure (ARG_ERROR),
+    of what is given first; what was right until then is kept.
     """
     own = {"format": app.prefix + "FORMAT", "session": app.prefix + "SESSION_ID"}
-    result: Json = {}
-    for name, spec in flags.items():
+    for name in sorted(flags, key=lambda name: name not in given):
+        spec = flags[name]
         texts, where, many = given.get(name, []), "--" + name, spec["type"] == "array"
         variables = [own[name]] if name in own else [v["name"] for v in spec.get("env_vars", ())]
         variable = next(filter(os.environ.get, variables), None)
@@ -1003,10 +1004,9 @@ def convert_all(app: "App", given: "Dict[str, List[Any]]", flags: "Json") -> "Js
             different = " and ".join(dict.fromkeys(texts))
             raise argument_error(f"{where} is given twice with different values: {different}")
         if typed:
-            result[name] = typed if many else typed[0]
+            into[name] = typed if many else typed[0]
         elif spec.get("default") is not None:
-            result[name] = spec["default"]
-    return result
+            into[name] = spec["default"]
 
 
 def parse(call: Call) -> "Callable[[Call], Outcome]":
@@ -1048,11 +1048,11 @@ def parse(call: Call) -> "Callable[[Call], Outcome]":
     for name in line.late:
         if name in app.flags and (strict or name == "manifest"):
             raise argument_error(f"--{name} goes before the command path")
-    call.options = convert_all(app, given, app.flags)
+    convert_all(app, given, app.flags, call.options)
     _check_options(call)
     if command and "schema" in call.options:
         return lambda call: Outcome(0, dict(manifest_entry(command), global_flags=app.flags))
-    call.args = convert_all(app, given, flags)
+    convert_all(app, given, flags, call.args)
     if command and call.kind != "passthrough":
         _check_arguments(call, command, line.places)
     return perform if command else show_help
@@ -1484,17 +1484,22 @@ def recall(call: Call, work: Work, record: "Json") -> "Optional[Outcome]":
     """What an earlier run of the call means for this one: its outcome again, or None to run."""
     when = timestamp(record["at"])
     if call.operation_id:
-        if "session" in call.options and "idempotency-key" not in call.options:
-            call.operation_id = record.get("operation_id", call.operation_id)
-            call.warn("OPERATION_ID_REUSED", f"The same request was made at {when}; this one "
-                      "carries its operation id, so that the service can recognise it; --rerun "
-                      "takes a new one")
+        if "operation_id" in record and "session" in call.options \
+                and "idempotency-key" not in call.options:
+            call.operation_id = record["operation_id"]
+            call.warn("OPERATION_ID_REUSED", f"The same call began at {when}; this one carries its "
+                      "operation id, so that the service can recognise it; --rerun takes a new one")
         return None
     if record["event"] == "finished" and work.reads_stdin and bytes_wait_on_stdin():
         call.warn("STDIN_NOT_DEDUPLICATED",
                   f"The same call ran at {when}; it was run, for bytes wait on stdin")
         return None
     return replay(record)
+
+
+def mend_state(app: "App") -> str:
+    return "Make the state folder and its files readable and writable, or set " \
+        f"{app.prefix}STATE_DIR to the absolute path of a folder that is"
 
 
 def without_journal(call: Call, work: Work, error: OSError) -> Outcome:
@@ -1504,8 +1509,7 @@ def without_journal(call: Call, work: Work, error: OSError) -> Outcome:
     needed = "session" in options or call.kind != "http"
     if needed and "rerun" not in options:
         raise failure("STATE_UNAVAILABLE", f"The journal cannot be written: {why}; nothing was run",
-                      fix_required=f"Make it writable, or set {call.app.prefix}STATE_DIR to a "
-                      "folder that is; --rerun runs without it")
+                      fix_required=f"{mend_state(call.app)}; --rerun runs without it")
     call.warn("STATE_UNAVAILABLE", f"The call is not in the journal: {why}")
     return work.start(None)
 
@@ -1660,6 +1664,7 @@ def audit_log_of(call: Call) -> "Optional[AuditLog]":
         return None
     settings: Json = dict(declared) if isinstance(declared, dict) else \
         {"path": declared} if isinstance(declared, str) else {}
+    settings.update({"path": native(settings["path"])} if "path" in settings else {})
     if variable not in (None, "1"):
         settings["path"] = variable
     try:
@@ -1916,8 +1921,9 @@ def supervise(tree: ProcessTree, deadline: "Optional[float]", at_terminal: bool 
                 tree.signal(signal.SIGKILL)  # look again until nothing is left
             elif own and signo == signal.SIGTSTP:
                 stop_here()  # agentcli's own child is told nothing
-            elif not own and signo not in (0, signal.SIGCHLD) and not theirs and (
-                    sent or signo != signal.SIGXCPU):  # of agentcli's own time on the processor
+            elif signo == signal.SIGXCPU and not sent:
+                continue  # it is about agentcli's own time on the processor
+            elif not own and signo not in (0, signal.SIGCHLD) and not theirs:
                 _send(os.killpg if tree.grouped else os.kill, tree.pid, signo)
         elif killing:
             if over:
@@ -1949,9 +1955,9 @@ def run_child(call: Call, journal: "Optional[JournalEntry]", start: "Callable[[b
     heed_signals()
     at_terminal = has_terminal()
     pid = start(not at_terminal)
-    load_select()  # to report needs it, and the child is busy meanwhile
     if journal:
         journal.note("running", pid=pid)
+    load_select()  # report() needs it, and the child is busy meanwhile
     return supervise(ProcessTree(pid, not at_terminal, marker_of(call), page), call.deadline,
                      at_terminal=at_terminal, child_decides=not page)
 
@@ -2105,7 +2111,7 @@ def not_executable(program: str, what: str) -> Failure:
 
 def native(text: str) -> str:
     """A manifest's text, which is UTF-8 whatever the locale, as the system's calls take it."""
-    return os.fsdecode(text.encode("utf-8"))
+    return os.fsdecode(text.encode("utf-8", "surrogateescape"))
 
 
 def expand_argv(app: "App", argv: "Sequence[str]") -> "List[str]":
@@ -2228,7 +2234,7 @@ def is_loopback(host: str) -> bool:
 
 def read_token(app: "App", url: "Any") -> str:
     """The bearer token, "" where none is configured. Raises Failure (CONFIGURATION_INVALID)."""
-    path = app.setting("TOKEN_FILE") or app.token_file
+    path = app.setting("TOKEN_FILE") or native(app.token_file or "")
     if not path:
         return ""
     path = os.path.join(app.folder, os.path.expanduser(path))
@@ -2699,9 +2705,11 @@ def checks(call: Call) -> "List[Json]":
     def check(name: str, find: "Callable[..., Any]", *args: "Any") -> None:
         try:
             made.append({"name": name, "ok": True, "found": str(find(*args))})
-        except (Failure, OSError) as wrong:
-            fix = getattr(wrong, "error", {}).get("fix_required", "Correct this setting")
+        except Failure as wrong:
+            fix = (wrong.error or {}).get("fix_required", "Correct this setting")
             made.append({"name": name, "ok": False, "found": str(wrong), "fix": fix})
+        except OSError as error:
+            made.append({"name": name, "ok": False, "found": str(error), "fix": mend_state(app)})
 
     def manifest() -> str:
         if app.broken:
@@ -2720,8 +2728,7 @@ def checks(call: Call) -> "List[Json]":
         folder = app.journal_folder()
         private_folder(folder)
         if not os.access(folder, os.W_OK | os.X_OK):
-            raise failure("STATE_UNAVAILABLE", f"{folder} is not writable", fix_required="Make it "
-                          f"so, or set {app.prefix}STATE_DIR to a folder that is")
+            raise PermissionError(f"{folder} is not writable")
         return app.state_folder()
 
     def service() -> str:
@@ -2857,8 +2864,8 @@ class App:
         program = getattr(sys.modules.get("__main__"), "__file__", None)
         try:  # {manifest_dir}
             self.folder = os.path.dirname(os.path.realpath(program)) if program else os.getcwd()
-        except OSError:  # it was deleted
-            self.folder = "."
+        except OSError:  # it was deleted, so nothing is found there, wherever the program goes
+            self.folder = os.devnull
         self.flags = {key: spec for key, spec in GLOBAL_FLAGS.items() if key != "manifest"}
         self.commands = {path: Command(
             path, {"description": text, "danger_level": "safe", "flags": flags}, "builtin", run)
@@ -2888,8 +2895,7 @@ class App:
                 state = os.path.join(home, ".local", "state")
             folder = os.path.join(state, self.name)
         if not folder.startswith("/"):
-            raise OSError(f"the state folder must be an absolute path, not {folder!r}; set "
-                          f"{self.prefix}STATE_DIR to one")
+            raise OSError(f"the state folder must be an absolute path, not {folder!r}")
         return folder
 
     def journal_folder(self) -> str:
@@ -3002,7 +3008,7 @@ def perform(call: Call) -> Outcome:
             return outcome
         except OSError as error:
             raise failure("STATE_UNAVAILABLE", f"What {command.words} shows cannot be read: "
-                          f"{error}", fix_required="Make its folder and files readable") from None
+                          f"{error}", fix_required=mend_state(call.app)) from None
     return admit(call, _PREPARE[command.kind](call, command))
 
 
@@ -3045,7 +3051,7 @@ def report(call: Call, outcome: Outcome) -> int:
                                            sentence_of(error), error["retryable"])
         outcome.exit_code = _EXIT_OF_CODE.get(code, outcome.exit_code)
     early = error.get("code") in _BEFORE_THE_TOOL
-    on_stderr = call.kind == "passthrough" and not early and not call.informs
+    behind_tool = call.kind == "passthrough" and not early and not call.informs
     stopped = error.get("code") in ("TIMEOUT", "CANCELLED")
     write_audit_entry(call, outcome)
     line = envelope_line(call, outcome)
@@ -3055,16 +3061,18 @@ def report(call: Call, outcome: Outcome) -> int:
         except OSError as wrong:
             call.warn("OUTPUT_UNAVAILABLE", f"--output {call.output}: {reason_of(wrong)}")
             line = envelope_line(call, outcome)
-    if call.format == "text":
+    if call.format == "json":
+        target, answer = (2, b"\n" + line) if behind_tool else (1, line)
+    else:
         data = outcome.data if outcome.reply is None else outcome.reply["data"]
-        text = outcome.text
-        if text is None and data is not None and not on_stderr:
-            text = readable(data)
-        line = b"" if text is None else text.encode("utf-8", "backslashreplace") + b"\n"
-        on_stderr = False
-    failed = write_all(2 if on_stderr else 1, b"\n" * on_stderr + line, stopped)
-    if failed and not on_stderr and failed.errno not in (errno.EPIPE, errno.EBADF):
-        write_all(2, line)  # stdout is on a full disk, say; it was not closed on purpose
+        shown = outcome.text
+        if shown is None and data is not None and not behind_tool:
+            shown = readable(data)
+        target = 1
+        answer = b"" if shown is None else shown.encode("utf-8", "backslashreplace") + b"\n"
+    failed = write_all(target, answer, stopped)
+    if failed and target == 1 and failed.errno not in (errno.EPIPE, errno.EBADF):
+        write_all(2, answer)  # stdout is on a full disk, say; it was not closed on purpose
     text = "".join(f"{call.app.name}: {printable(remark)}\n" for remark in remarks(call, outcome))
     if text:
         if outcome.ran and error.get("code") != "DELEGATED_EXIT" and os.isatty(2):
@@ -3101,16 +3109,18 @@ def printable(text: str) -> str:
 def check_output(path: str) -> None:
     """Refuse an --output PATH that could not be written after the run, before anything starts."""
     try:
-        place = os.path.dirname(os.path.realpath(path))
-    except (OSError, ValueError):  # relative to a folder that was deleted, or with a NUL
+        os.fsencode(path)
+        place = "" if "\0" in path else os.path.dirname(os.path.realpath(path))
+    except (OSError, ValueError):  # relative to a folder that was deleted, or no name of a file
         place = ""
-    is_device = os.path.exists(path) and not os.path.isfile(path)
-    target = path if is_device else place
-    refuse("ARG_ERROR", (
-        (path[-1:] in ("", "/") or not place or os.path.isdir(path),
-         f"--output {path!r} is not the path of a file"),
-        (not os.path.isdir(place), f"--output {path}: there is no folder {place}; create it first"),
-        (not os.access(target, os.W_OK), f"--output {path}: no permission to write {target}")))
+    if path[-1:] in ("", "/") or not place or os.path.isdir(path):
+        raise argument_error(f"--output {path!r} is not the path of a file")
+    if not os.path.isdir(place):
+        raise argument_error(f"--output {path}: there is no folder {place}; create it first")
+    if os.path.exists(path) and not os.path.isfile(path):
+        place = path  # a pipe or a device
+    if not os.access(place, os.W_OK):
+        raise argument_error(f"--output {path}: no permission to write {place}")
 
 
 def write_output(path: str, data: bytes) -> None:

@@ -3139,6 +3139,38 @@ class MendedTest(HttpCase):
             for name in "beside", "found":
                 r = self.call(name, env=env)
                 self.assertEqual((r.code, r.out), (0, b"\xc3\xa9\n"), r.err)
+            log = self.dir / "b\u00efn" / "log"
+            self.write("b\u00efn/token", b"tok-123456\n", 0o600)
+            self.save(root={"base_url": self.service.url, "token_file": "b\u00efn/token",
+                            "audit_log": str(log)})
+            self.told(self.call("task", "list", env=env))
+            self.assertEqual(self.took()[0].headers["Authorization"], "Bearer tok-123456")
+            self.assertEqual(log.read_bytes().count(b'"task.list"'), 1)
+            log.unlink()
+            self.assertEqual(self.call("audit-log", env=env).on_stdout["data"], {"entries": []})
+
+    def test_who_has_no_state_folder_is_told_how_to_set_one(self):
+        self.env["LEDGER_STATE_DIR"] = "relative"
+        told = self.call("journal").on_stdout, self.call("--session=s", "sh", "").on_stderr
+        for e in told:
+            self.assertEqual(end(e), (4, "STATE_UNAVAILABLE"))
+            self.assertIn("'relative'", e["error"]["message"])
+            self.assertIn("LEDGER_STATE_DIR to", e["error"]["fix_required"])
+        check, = [c for c in self.call("doctor").on_stdout["data"]["checks"] if not c["ok"]
+                  and "state" in c["name"]]
+        self.assertIn("LEDGER_STATE_DIR to", check["fix"])
+
+    def test_what_is_wrong_on_the_command_line_is_told_before_what_is_wrong_around_it(self):
+        env = {"LEDGER_FORMAT": "yaml", "LEDGER_AUDIT_LOG": "1",
+               "LEDGER_STATE_DIR": f"{self.dir}/state"}
+        e = self.told(self.call("--timeout", "x", "task", "list", "--done", env=env),
+                      (2, "error", "invalid_input"))
+        self.assertIn("--timeout", e["error"]["message"])
+        e = self.told(self.call("--timeout=5", "task", "list", env=env),
+                      (2, "error", "invalid_input"))
+        self.assertIn("LEDGER_FORMAT", e["error"]["message"])
+        entries = [json.loads(line) for line in self.dir.joinpath("state/audit.jsonl").open()]
+        self.assertEqual([entry["args"] for entry in entries], [{}, {"timeout": 5}])
 
     def test_a_manifest_that_is_a_dangling_link_is_not_replaced_by_the_example(self):
         for name in "agentcli.py", "manifest.example.json":
@@ -3147,7 +3179,7 @@ class MendedTest(HttpCase):
             (self.dir / "manifest.json").unlink()
             (self.dir / "manifest.json").symlink_to(target)
             r = self.call("ingest", "--help", run=["agentcli.py"], env={"AGENTCLI_MANIFEST": None})
-            self.ends(r, 2, "INVALID_MANIFEST")
+            self.assertIn("link", self.ends(r, 2, "INVALID_MANIFEST")["error"]["message"])
 
     def test_a_program_in_a_deleted_folder_gets_an_answer(self):
         for code in ("agentcli.main(['--json', 'sh', 'exit 3'])", "agentcli.App('ledger').run([])",
@@ -3158,6 +3190,7 @@ class MendedTest(HttpCase):
             self.assertNotIn(b"Traceback", p.stderr)
             self.assertIn(b'{"ok": ', p.stdout + p.stderr)
 
+    @on_linux
     def test_a_signal_before_the_end_of_the_input_is_what_ended_the_call(self):
         for body in b" ", b'{"title":', b'{"title": "x"}':
             p = self.start("task", "add", "--input", "-", stdin=subprocess.PIPE)
@@ -3168,6 +3201,7 @@ class MendedTest(HttpCase):
             self.told(self.end(p), (143, "error", "cancelled"))
         self.assertEqual(self.service.requests, [])
 
+    @on_linux
     def test_an_answer_as_text_that_stdout_cannot_take_goes_to_stderr(self):
         with open("/dev/full", "wb") as full:
             for words in ["task", "list"], ["manifest"], ["--version"]:
@@ -3183,7 +3217,7 @@ class MendedTest(HttpCase):
         self.service.reply = reply(200, operation())
         answer = self.end(self.add("--session=s"))
         self.told(answer)
-        self.assertRegex(answer.err, rb"\Aledger: warning: The same request was made at [^\n]+\n\Z")
+        self.assertRegex(answer.err, rb"\Aledger: warning: The same call began at [^\n]+\n\Z")
 
     def test_no_password_of_a_url_is_told(self):
         for url in ("http://user:[tok-123456]@host/", "http://user:tok-123456\u2100pw@host",
@@ -3224,10 +3258,8 @@ class MendedTest(HttpCase):
 
     def test_whatever_fails_in_the_audit_log_changes_no_outcome(self):
         deep = f"{self.dir}/manifest.json{'/a' * 1500}/log"
-        poor = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-        self.save(root={"audit_log": f"{self.dir}/\u00e9/log"})
-        for env in {"LEDGER_AUDIT_LOG": deep}, dict(poor, PYTHONIOENCODING="utf-8"):
-            r = self.call("sh", "exit 3", env=env)
+        for path in deep, "/" + "x" * 300, str(self.dir), f"{self.dir}/manifest.json/log":
+            r = self.call("sh", "exit 3", env={"LEDGER_AUDIT_LOG": path})
             self.assertEqual(self.ends(r, 3, "DELEGATED_EXIT")["warnings"][0]["code"],
                              "AUDIT_LOG_UNAVAILABLE")
         self.ends(self.call("--session=s", "sh", "", env={"LEDGER_STATE_DIR": deep}), 4,
@@ -3398,6 +3430,7 @@ class ReadmeTest(Case):
         code, said = self.shell(vendor)
         self.assertIn("FORCE=1", said)
         self.assertEqual((code, copy.read_bytes()[-9:]), (2, b"# edited\n"))
+        self.assertEqual(self.shell(f"git add . && {git} commit -qm 3; {vendor}")[0], 2)
         self.assertEqual(self.shell(f"{vendor} FORCE=1")[0], 0)
         self.assertEqual(copy.read_bytes(), (self.copy / "agentcli.py").read_bytes())
 
