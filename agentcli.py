@@ -413,11 +413,15 @@ def heed_signals(deadline: "Optional[float]" = None) -> float:
     return LOOK if deadline is None else max(0, min(LOOK, deadline - time.monotonic()))
 
 
-def stop_here() -> None:
-    """Stop as Ctrl-Z stops a program: the kernel does not where nobody is there to resume it."""
-    os.kill(os.getpid(), signal.SIGTSTP)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTSTP})
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTSTP})
+def stop_here(signo: int = 0) -> None:
+    """Stop of SIGTTIN or SIGTTOU, else as Ctrl-Z stops a program.
+
+    Unlike of SIGSTOP, the kernel does not where nobody is there to resume it.
+    """
+    signo = signo if signo in (signal.SIGTTIN, signal.SIGTTOU) else signal.SIGTSTP
+    os.kill(os.getpid(), signo)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signo})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signo})
 
 
 def load_select() -> "Any":
@@ -454,7 +458,8 @@ def write_all(descriptor: int, data: bytes, told: bool = False) -> "Optional[OSE
     give_up = time.monotonic() + GRACE if told else None
     rest = memoryview(data)
     try:
-        piece = len(data) if stat.S_ISREG(os.fstat(descriptor).st_mode) else 4096  # PIPE_BUF
+        piece = len(data) if stat.S_ISREG(os.fstat(descriptor).st_mode) else \
+            getattr(load_select(), "PIPE_BUF", 512)  # for which a pipe that is ready has room
         while rest:
             try:
                 if not wait_ready(descriptor, "write", give_up):
@@ -477,6 +482,8 @@ def read_input(source: str, limit: int = INPUT_LIMIT, deadline: "Optional[float]
     time or cannot be read; Cancelled (exit 128 + N) when a signal ends agentcli meanwhile.
     """
     data, descriptor = bytearray(), 0
+    # Of a terminal in whose background it is, the kernel lets nobody read: it stops them.
+    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTTIN})
     try:
         if source != "-":
             descriptor = os.open(source, os.O_RDONLY | os.O_NONBLOCK)
@@ -497,6 +504,7 @@ def read_input(source: str, limit: int = INPUT_LIMIT, deadline: "Optional[float]
             f"--input {source}: {reason_of(error)}", suggestion="Pass - for stdin, or a file's path"
             if isinstance(error, OSError) else None) from None
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if descriptor:
             os.close(descriptor)
 
@@ -1854,18 +1862,29 @@ def _send(kill: "Callable[[int, int], None]", pid: int, signo: int) -> bool:
         return False
 
 
+def leads_group(pid: int) -> bool:
+    try:
+        return os.getpgid(pid) == pid
+    except OSError:  # it has ended
+        return False
+
+
 def next_signal(awaited: "Set[int]", seconds: float) -> "Tuple[int, bool]":
     """The next blocked signal and whether a process sent it; (0, False) after seconds or a day."""
     seconds = min(max(seconds, 1e-6), 86400)
     if hasattr(signal, "sigtimedwait"):
         info = signal.sigtimedwait(awaited, seconds)
         return (info.si_signo, info.si_code <= 0) if info else (0, False)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    signo = int(signal.sigwait(awaited | {signal.SIGALRM}))
-    signal.setitimer(signal.ITIMER_REAL, 0)
+    until, nap = time.monotonic() + seconds, 0.0005
+    while not awaited & set(signal.sigpending()):  # an alarm would be the caller's, and one only
+        left = until - time.monotonic()
+        if left <= 0:
+            return 0, False
+        time.sleep(min(left, nap))
+        nap = min(2 * nap, LOOK / 2)
+    signo = int(signal.sigwait(awaited & set(signal.sigpending())))
     # Who sent it cannot be told here, so what a terminal's keys send counts as the terminal's.
-    return (0, False) if signo == signal.SIGALRM else \
-        (signo, signo not in (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP))
+    return signo, signo not in (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP)
 
 
 def supervise(tree: ProcessTree, deadline: "Optional[float]", at_terminal: bool = False,
@@ -1889,7 +1908,7 @@ def supervise(tree: ProcessTree, deadline: "Optional[float]", at_terminal: bool 
             return 0  # a forked child's answer tells all
         if ended and os.WIFSTOPPED(status):
             if job_control:
-                stop_here()  # so that the shell sees the job stop
+                stop_here(os.WSTOPSIG(status))  # so that the shell sees the job stop
             return None
         return status if ended else None
 
@@ -1911,9 +1930,11 @@ def supervise(tree: ProcessTree, deadline: "Optional[float]", at_terminal: bool 
         if killing or status is not None or threads:  # nobody reports a stranger's child's end
             left = min(LOOK, left)
         signo, sent = next_signal(awaited, left)
-        # The kernel told the child as well; of a hang-up it tells a session's leader alone.
+        # The kernel told the child as well, unless that has left for a group of its own; of a
+        # hang-up it tells a session's leader alone.
         theirs = at_terminal and not sent and not (
             signo == signal.SIGHUP and os.getsid(0) == os.getpid())
+        leads = tree.grouped or leads_group(tree.pid)
         told = signo in ENDING_SIGNALS and not (theirs and child_decides)
         over = until is not None and time.monotonic() >= until
         if not told and not over:
@@ -1923,8 +1944,9 @@ def supervise(tree: ProcessTree, deadline: "Optional[float]", at_terminal: bool 
                 stop_here()  # agentcli's own child is told nothing
             elif signo == signal.SIGXCPU and not sent:
                 continue  # it is about agentcli's own time on the processor
-            elif not own and signo not in (0, signal.SIGCHLD) and not theirs:
-                _send(os.killpg if tree.grouped else os.kill, tree.pid, signo)
+            elif not own and signo not in (0, signal.SIGCHLD) and (leads or not theirs):
+                to_group = tree.grouped or leads and (theirs or signo == signal.SIGCONT)
+                _send(os.killpg if to_group else os.kill, tree.pid, signo)
         elif killing:
             if over:
                 return status or 0, cause, sorted(tree.members())
@@ -1936,7 +1958,7 @@ def supervise(tree: ProcessTree, deadline: "Optional[float]", at_terminal: bool 
             until = time.monotonic() + (KILL_PATIENCE if own else GRACE)
             if own:
                 _send(os.kill, tree.pid, signal.SIGKILL)
-            elif not theirs or not told:
+            elif leads or not theirs or not told:
                 tree.signal(cause or signal.SIGTERM)
                 if cause in signal.sigpending():  # timeout(1) tells its child, and at once its
                     signal.sigwait({cause})  # group: that is one request, not a second one
@@ -2384,12 +2406,14 @@ def direct_opener(page: SharedPage) -> "Any":
             return line
 
     class Reply(client.HTTPResponse):
-        def begin(self) -> None:
+        def begin(self, **limits: "Any") -> None:
             self.fp = Lines(self.fp.detach())
-            super().begin()
+            super().begin(**limits)
             while 101 < self.status < 200:  # an interim reply (RFC 9110, 15.2)
                 vars(self)["headers"] = None
-                super().begin()
+                super().begin(**limits)
+            if self.status == 204:  # it has no body, whatever its header says (RFC 9110, 15.3.5)
+                self.chunked, self.length = False, 0
 
     class Connection(client.HTTPConnection):
         """One that marks the page between having connected and sending the request."""
@@ -2405,23 +2429,28 @@ def direct_opener(page: SharedPage) -> "Any":
         def send(self, data: "Any") -> None:
             if self.sock is None:
                 self.connect()
+            plain = not hasattr(self.sock, "cipher")
             try:
-                while data and not hasattr(self.sock, "cipher"):
+                self.sock.setblocking(not plain)  # macOS knows no MSG_DONTWAIT
+                while data and plain:
                     with contextlib.suppress(BlockingIOError):
-                        seen = self.sock.recv(65536, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+                        seen = self.sock.recv(65536, socket.MSG_PEEK)
                         if re.match(refusal, seen):
                             return  # the rest need not be sent (RFC 9112, 9.5)
                         if not seen:
                             break
                     wait_ready(self.sock.fileno(), "write", time.monotonic() + LOOK)
                     with contextlib.suppress(BlockingIOError):
-                        data = data[self.sock.send(data[:65536], socket.MSG_DONTWAIT):]
+                        data = data[self.sock.send(data[:65536]):]
+                self.sock.setblocking(True)
                 super().send(data)
             except OSError:  # it may have answered before it hung up; getresponse() tells
                 return
+            finally:
+                self.sock.setblocking(True)
 
-    class TLSConnection(Connection, client.HTTPSConnection):
-        pass
+    class TLSConnection(Connection, getattr(client, "HTTPSConnection", object)):  # type: ignore
+        """The same over TLS; a Python that was built without it still speaks plain http."""
 
     class Handler(urllib.request.AbstractHTTPHandler):
         def http_open(self, request: "Any") -> "Any":
@@ -2455,7 +2484,8 @@ def exchange(call: Call, page: SharedPage, method: str, target: str, headers: "D
     opener = direct_opener(page)
     url = urllib.parse.urlsplit(target)
     if not is_loopback(url.hostname or ""):
-        opener.add_handler(urllib.request.ProxyHandler())
+        # Of the variables alone: what macOS would be asked beside them is not safe after a fork.
+        opener.add_handler(urllib.request.ProxyHandler(urllib.request.getproxies_environment()))
     try:
         reply: Any = opener.open(request, timeout=None)  # the timer above is the only limit
         status, received = reply.status, read_reply(reply)
@@ -2733,11 +2763,11 @@ def checks(call: Call) -> "List[Json]":
 
     def service() -> str:
         import socket
-        from urllib.request import getproxies, proxy_bypass
+        from urllib.request import getproxies_environment, proxy_bypass
 
         url = service_url(app)
         port = url.port or {"http": 80, "https": 443}[url.scheme]
-        if not is_loopback(url.hostname) and getproxies().get(url.scheme) \
+        if not is_loopback(url.hostname) and getproxies_environment().get(url.scheme) \
                 and not proxy_bypass(url.hostname):
             return f"{url.hostname}:{port} is behind a proxy and was not tried"
         try:
@@ -2946,8 +2976,9 @@ class App:
             call.warn("EXAMPLE_MANIFEST", self.notice)
         if os.name != "posix" or not hasattr(os, "posix_spawn"):
             return report(call, failure(
-                "UNSUPPORTED_PLATFORM", "agentcli needs Linux or macOS and Python 3.8 or newer, "
-                f"not {sys.platform} and {sys.version.split()[0]}; nothing was started"))
+                "UNSUPPORTED_PLATFORM", "agentcli needs Linux or macOS, Python 3.8 or newer and "
+                f"os.posix_spawn, not {sys.platform} and {sys.version.split()[0]}; nothing was "
+                "started"))
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         digits = getattr(sys, "get_int_max_str_digits", int)()
         handlers = {}
@@ -3106,8 +3137,16 @@ def printable(text: str) -> str:
                   lambda match: " " if match.group() == "\n" else repr(match.group())[1:-1], text)
 
 
+def streams_at(path: str) -> "List[int]":
+    """Which of stdout and stderr a path names: /dev/stdout does, and so may that of a file."""
+    return [stream for stream in (1, 2) if os.path.exists(path)
+            and os.path.samestat(os.stat(path), os.fstat(stream))]
+
+
 def check_output(path: str) -> None:
     """Refuse an --output PATH that could not be written after the run, before anything starts."""
+    if streams_at(path):
+        return
     try:
         os.fsencode(path)
         place = "" if "\0" in path else os.path.dirname(os.path.realpath(path))
@@ -3128,8 +3167,7 @@ def write_output(path: str, data: bytes) -> None:
 
     Raises OSError. A FIFO without a reader is such an error: to open it would block.
     """
-    same = [stream for stream in (1, 2) if os.path.exists(path)
-            and os.path.samestat(os.stat(path), os.fstat(stream))]  # /dev/stdout, perhaps a file
+    same = streams_at(path)
     if same or os.path.exists(path) and not os.path.isfile(path):
         target = os.dup(same[0]) if same else os.open(
             path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
