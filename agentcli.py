@@ -416,7 +416,7 @@ def heed_signals(deadline: "Optional[float]" = None) -> float:
 def stop_here(signo: int = 0) -> None:
     """Stop of SIGTTIN or SIGTTOU, else as Ctrl-Z stops a program.
 
-    Unlike of SIGSTOP, the kernel does not where nobody is there to resume it.
+    Where nobody is there to resume it the kernel lets it run on, as it would not after SIGSTOP.
     """
     signo = signo if signo in (signal.SIGTTIN, signal.SIGTTOU) else signal.SIGTSTP
     os.kill(os.getpid(), signo)
