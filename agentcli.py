@@ -424,6 +424,14 @@ def stop_here(signo: int = 0) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signo})
 
 
+def in_background(descriptor: int) -> bool:
+    """Whether it is the controlling terminal, and another process group is in its foreground."""
+    try:
+        return os.tcgetpgrp(descriptor) != os.getpgrp()
+    except OSError:
+        return False
+
+
 def load_select() -> "Any":
     """The module `select`, or None: on Windows, or when no descriptor is left to load it."""
     try:
@@ -482,14 +490,16 @@ def read_input(source: str, limit: int = INPUT_LIMIT, deadline: "Optional[float]
     time or cannot be read; Cancelled (exit 128 + N) when a signal ends agentcli meanwhile.
     """
     data, descriptor = bytearray(), 0
-    # Of a terminal in whose background it is, the kernel lets nobody read: it stops them.
-    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTTIN})
     try:
         if source != "-":
             descriptor = os.open(source, os.O_RDONLY | os.O_NONBLOCK)
         while len(data) <= limit:
             if not wait_ready(descriptor, "read", deadline):
                 raise ValueError("the input did not end within the time limit")
+            if in_background(descriptor):
+                stop_here(signal.SIGTTIN)  # as whoever reads there; a read itself would be deaf
+                if not in_background(descriptor):
+                    continue
             try:
                 piece = os.read(descriptor, min(65536, limit + 1 - len(data)))
             except BlockingIOError:
@@ -504,7 +514,6 @@ def read_input(source: str, limit: int = INPUT_LIMIT, deadline: "Optional[float]
             f"--input {source}: {reason_of(error)}", suggestion="Pass - for stdin, or a file's path"
             if isinstance(error, OSError) else None) from None
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if descriptor:
             os.close(descriptor)
 
@@ -1015,6 +1024,7 @@ def convert_all(app: "App", given: "Dict[str, List[Any]]", flags: "Json", into: 
             into[name] = typed if many else typed[0]
         elif spec.get("default") is not None:
             into[name] = spec["default"]
+    into.update([(name, into.pop(name)) for name in flags if name in into])  # as declared
 
 
 def parse(call: Call) -> "Callable[[Call], Outcome]":
@@ -2412,7 +2422,7 @@ def direct_opener(page: SharedPage) -> "Any":
             while 101 < self.status < 200:  # an interim reply (RFC 9110, 15.2)
                 vars(self)["headers"] = None
                 super().begin(**limits)
-            if self.status == 204:  # it has no body, whatever its header says (RFC 9110, 15.3.5)
+            if self.status in (204, 304):  # no body, whatever its header says (RFC 9110, 6.4.1)
                 self.chunked, self.length = False, 0
 
     class Connection(client.HTTPConnection):

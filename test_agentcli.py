@@ -3265,11 +3265,11 @@ class MendedTest(HttpCase):
                 self.assertTrue(json_form and text, words)
 
     def test_a_reply_without_content_has_none_whatever_its_header_says(self):
+        self.service.then = b""
         for header in "Transfer-Encoding: chunked", "Content-Length: 5":
-            self.service.reply = f"HTTP/1.1 204 X\r\n{header}\r\n\r\n".encode()
-            self.service.then = b""
-            self.assertIsNone(self.told(self.add("--timeout=5"))["data"])
-            self.service.then = None
+            for status, expected in (204, OK), (304, (1, "error", "redirect_refused")):
+                self.service.reply = f"HTTP/1.1 {status} X\r\n{header}\r\n\r\n".encode()
+                self.assertIsNone(self.told(self.add("--timeout=5"), expected)["data"])
 
     def test_plain_http_needs_no_tls(self):
         code = ("import sys; sys.modules.update(ssl=None, _ssl=None); import agentcli; "
