@@ -57,8 +57,10 @@ if __name__ == "__main__":
     if hasattr(_signal, "pthread_sigmask"):  # from here on a signal waits until somebody looks
         _signal.pthread_sigmask(_signal.SIG_BLOCK, _signal.valid_signals())
     _forget_visited_folders()
+    import gc
 
-import enum
+    gc.disable()  # the process ends before a cycle of references could matter
+
 import errno
 import json
 import os
@@ -103,11 +105,18 @@ LARGEST_ENTRY = 16384  # bytes of an audit log entry
 LONGEST_TRACE = 256  # characters of a trace id in it
 PAGE_SIZE = 64 << 20  # bytes of the answer of a forked child, its mark included
 
-ExitCode = enum.IntEnum("ExitCode", (
-    "SUCCESS GENERAL_ERROR ARG_ERROR PARTIAL_FAILURE PRECONDITION NOT_FOUND CONFLICT "
-    "PERMISSION_DENIED AUTH_REQUIRED PAYMENT_REQUIRED TIMEOUT RATE_LIMITED UNAVAILABLE REDIRECTED"
-), start=0)
-ExitCode.__doc__ = "The exit codes of the CLI Agent Spec (REQ-F-001), 0 to 13, by name."
+if TYPE_CHECKING or __name__ != "__main__":
+    from enum import IntEnum
+else:  # nobody can ask the main program for it, and an enumeration costs 2 % of a call
+    IntEnum = object
+
+
+class ExitCode(IntEnum):
+    """The exit codes of the CLI Agent Spec (REQ-F-001), 0 to 13, by name."""
+
+    (SUCCESS, GENERAL_ERROR, ARG_ERROR, PARTIAL_FAILURE, PRECONDITION, NOT_FOUND, CONFLICT,
+     PERMISSION_DENIED, AUTH_REQUIRED, PAYMENT_REQUIRED, TIMEOUT, RATE_LIMITED, UNAVAILABLE,
+     REDIRECTED) = range(14)
 
 
 def _by_word(table: "Dict[int, str]") -> "Dict[str, int]":
@@ -779,9 +788,9 @@ def find_manifest(given: "Optional[str]") -> str:
     """
     if given is not None:
         return given
-    beside = [os.path.join(os.path.dirname(path(__file__)), name)
-              for name in ("manifest.json", "manifest.example.json")
-              for path in (os.path.abspath, os.path.realpath)]
+    folders = [os.path.dirname(path(__file__)) for path in (os.path.abspath, os.path.realpath)]
+    beside = [os.path.join(folder, name) for name in ("manifest.json", "manifest.example.json")
+              for folder in folders]
     return next(filter(os.path.lexists, beside), beside[0])
 
 
@@ -1321,8 +1330,7 @@ class JournalEntry:
                 raise failure("IDEMPOTENCY_CONFLICT", f"The key named another call of "
                               f"{record['command']} at {timestamp(record['at'])}",
                               suggestion="Use a new key for it")
-        if record:
-            os.utime(os.path.join(self.folder, name))  # a file that is only read is in use too
+        os.utime(os.path.join(self.folder, name))  # a file that is only read is in use too
         return record
 
     def write(self, event: str, durable: bool = False, **fields: "Any") -> None:
@@ -1502,8 +1510,7 @@ def recall(call: Call, work: Work, record: "Json") -> "Optional[Outcome]":
     """What an earlier run of the call means for this one: its outcome again, or None to run."""
     when = timestamp(record["at"])
     if call.operation_id:
-        if "operation_id" in record and "session" in call.options \
-                and "idempotency-key" not in call.options:
+        if "operation_id" in record and "idempotency-key" not in call.options:
             call.operation_id = record["operation_id"]
             call.warn("OPERATION_ID_REUSED", f"The same call began at {when}; this one carries its "
                       "operation id, so that the service can recognise it; --rerun takes a new one")
@@ -1618,7 +1625,7 @@ class AuditLog:
             try:
                 held = take_lock(descriptor, 0, time.monotonic() + 1)
                 here, there = os.fstat(descriptor), os.stat(self.path)
-                if held and here.st_ino != there.st_ino:
+                if here.st_ino != there.st_ino:
                     continue  # another process rotated it meanwhile
                 if not (held and here.st_size and self._is_over(descriptor, here.st_size, entry)):
                     append_record(descriptor, entry)
@@ -3143,8 +3150,7 @@ def readable(data: "Any") -> str:
 
 def printable(text: str) -> str:
     """Text for a terminal, on one line: control characters, escape sequences among them, shown."""
-    return re.sub("[\0-\x1f\x7f-\x9f\u2028\u2029]",
-                  lambda match: " " if match.group() == "\n" else repr(match.group())[1:-1], text)
+    return re.sub("[\0-\x1f\x7f-\x9f\u2028\u2029]", lambda match: repr(match[0])[1:-1], text)
 
 
 def streams_at(path: str) -> "List[int]":

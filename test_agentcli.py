@@ -549,6 +549,17 @@ class CommandLineTest(Case):
                 told = self.call(word, env={"PYTHONHASHSEED": seed}).on_stdout["error"]
                 self.assertRegex(told["suggestion"], says)
 
+    def test_help_says_what_the_app_is_for_and_how_each_command_is_called(self):
+        self.save(root={"description": "Tools of the household", "base_url": "http://127.0.0.1:9"},
+                  **TASKS)
+        for args, usage, about in (((), "COMMAND PATH", True), (("task", "--help"), "task", False),
+                                   (("--help", "sh"), r"sh \[tokens for the tool\]", False),
+                                   (("operation", "get", "--help"),
+                                    r"operation get \[options\] operation_id", False)):
+            text = self.call(*args).err.decode()
+            self.assertRegex(text, rf"\Ausage: ledger \[global options\] {usage}\n")
+            self.assertEqual("Tools of the household" in text, about, text)
+
     def test_help_is_off_stdout(self):
         for r in self.calls([], ["--help"], ["-h"], ["--json", "--help"], ["--help", "sh", "exit"]):
             self.assertEqual((r.on_stdout["data"], r.on_stdout["meta"]["help"]), (None, True))
@@ -877,6 +888,22 @@ while time.monotonic() < seen + 0.5: signal.sigtimedwait([], 0.1)"""), "15")
         self.assertLess(time.monotonic() - began, 6)
 
     @on_linux
+    @unittest.skipUnless(os.geteuid() == 0 and shutil.which("unshare"), "needs a namespace")
+    def test_where_no_proc_is_mounted_the_process_group_has_to_do(self):
+        run = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh",
+               sys.executable, AGENTCLI, "--timeout=.3", "sh"]
+        for tool, survives in (("exec sleep 300", False),
+                               ("(trap '' TERM; exec sleep 300) & exec sleep 300", True)):
+            began = time.monotonic()
+            p = subprocess.run([*run, tool], env=self.env, capture_output=True, cwd=self.dir,
+                               check=False, timeout=40)
+            if b"unshare: " in p.stderr or b"mount: " in p.stderr:
+                self.skipTest("no namespaces here")
+            self.ends(Answer(p.returncode, p.stdout, p.stderr), 10, "TIMEOUT")
+            self.assertEqual(time.monotonic() - began > 5, survives)  # the grace, or none
+            self.gone()
+
+    @on_linux
     def test_a_tool_is_stopped_though_no_descriptor_is_left(self):
         self.env["LEDGER_STATE_DIR"] = f"{self.dir}/state"
         self.call("--session=s", "--idempotency-key=k", "sh", "exit 0")
@@ -940,6 +967,7 @@ while time.monotonic() < seen + 0.5: signal.sigtimedwait([], 0.1)"""), "15")
             r = self.call("sh", "echo ran", preexec_fn=held(pending=[number]))
             e = self.ends(r, 128 + number, "CANCELLED")
             self.assertEqual((r.out, e["error"]["context"]["started"]), (b"", False))
+            self.assertIn("before anything was started", e["error"]["message"])
 
     @on_linux
     def test_a_tool_that_had_ended_when_agentcli_looked_keeps_its_own_result(self):
@@ -2007,7 +2035,11 @@ class ReplyTest(HttpCase):
                 ((2, "error", "invalid_input"), None, reply(
                     400, b"--b", "Content-Type: multipart/mixed; boundary=b"))):
             self.service.reply = data
-            self.assertEqual(self.told(self.add(env=self.token), end)["data"], kept)
+            del self.service.requests[:]
+            e = self.told(self.add(env=self.token), end)
+            self.assertEqual(e["data"], kept)
+            if e["error"]:  # what a mutation's failure is about
+                self.assertEqual(e["error"]["operation_id"], self.took()[1][0])
         self.assertEqual(other.requests, [])
 
     def test_what_is_almost_an_envelope_is_no_success(self):
@@ -2120,9 +2152,11 @@ class ReplyTest(HttpCase):
             self.assertNotRegex(answer.out + answer.err, b"\x1b|request_id")
         lost = operation("error", "operation_unknown", "uncertain")
         lost["error"]["operation_id"] = "op_zz"
+        warned = dict(operation(), warnings=[{"code": "w", "message": "it\nrains"}])
         for code, data, says in ((6, reply(200, operation("partial")), b"a part"),
                                  (3, reply(200, operation("needs_clarification")), b"asks back"),
                                  (6, reply(202, operation()), b"202"),
+                                 (0, reply(200, warned), rb"warning: it\\nrains"),
                                  (6, reply(200, lost), b"uncertain.*op_zz")):
             self.service.reply = data
             answer = self.end(self.add("--format", "text"))
@@ -2502,6 +2536,14 @@ command("odd", flags={"none": flag("string", default=None), "few": flag(
     "array", enum_values=["a", "b"])})(lambda args, ctx: args)
 print([app.run(["odd", *more]) for more in ([], ["--few=a", "--few=b"], ["--few=c"])])""")
         self.assertRegex(out, r'(?s)"data": \{\}.*"few": \["a", "b"\].*one of a, b.*\[0, 0, 2\]')
+
+    def test_a_fault_of_agentclis_own_is_told_everywhere_as_any_other_end(self):
+        self.env["LEDGER_AUDIT_LOG"] = f"{self.dir}/log"
+        out = self.python("""from app import app
+app.commands["sh"].entry["argv"] = 5  # as no caller can
+print(app.run(["--output=copy", "sh"]))""")
+        copy, log = [json.loads((self.dir / name).read_bytes()) for name in ("copy", "log")]
+        self.assertEqual((out, end(copy), log["exit_code"]), ("1\n", (1, "INTERNAL_ERROR"), 1))
 
     def test_a_command_line_of_its_own_making_leaves_the_programs_signals_alone(self):
         self.python("""from app import app
@@ -3421,6 +3463,16 @@ class ManifestTest(Case):
         shown = self.call("--schema", "bare").on_stdout["data"]
         self.assertNotIn("positionals", shown)
         self.assertEqual((shown["flags"], shown["help_argv"]), ({}, []))
+
+    def test_an_http_command_says_that_it_needs_the_network_and_what_it_reads(self):
+        self.save(root={"base_url": "http://127.0.0.1:9"}, **TASKS)
+        shown = self.call("manifest").on_stdout["data"]["commands"]
+        reads = {"mode": "buffered", "max_bytes": 1048576}
+        for path, row in shown.items():
+            entry = self.commands.get(path, {})
+            self.assertEqual(row.get("has_network_io"), True if "http" in entry else None)
+            body = entry.get("http", {}).get("input", "none")
+            self.assertEqual(row.get("stdin"), None if body == "none" else reads)
 
     def test_a_known_etag_gives_no_data(self):
         etag = self.call("manifest").on_stdout["data"]["etag"]
