@@ -366,10 +366,12 @@ def parse_json(data: bytes, huge: bool = False, twice: bool = False) -> "Any":
     """One JSON value (RFC 8259) from UTF-8 bytes, strictly. Raises ValueError, saying where.
 
     Refused beyond the grammar: a byte-order mark, NaN and Infinity, a key twice in one object, a
-    number too large for a double (huge: but not an integer), and nesting too deep to be read.
+    number too large for a double (huge: but not an integer, up to 100,000 digits), and nesting too
+    deep to be read.
     twice: a key that occurs again is kept, under a name that says so and breaks any table's rules.
     """
     text = data.decode("utf-8")
+    digits = 0  # of long integers: to read and write one takes time that grows with its square
 
     def reject(token: str, what: str = "is not JSON") -> "NoReturn":
         bare = re.sub(r'"(?:[^"\\]|\\.)*"', "", text)  # a string may hold the token too
@@ -383,7 +385,9 @@ def parse_json(data: bytes, huge: bool = False, twice: bool = False) -> "Any":
         return float(token)
 
     def integer(token: str) -> int:
-        if len(token) > 100000:  # to read it takes time that grows with its square
+        nonlocal digits
+        digits += len(token) if len(token) > 4300 else 0
+        if digits > 100000:
             reject(token, "is too large")
         if not huge:
             number(token)
@@ -814,7 +818,7 @@ def load(path: str, app: "Optional[App]" = None) -> "App":
         faults.append("it is a link to what is not there" if os.path.islink(path) else
             'there is no manifest. Make one there, such as {"name": "ledger", "commands": {"lint": '
             '{"description": "Compile a file", "danger_level": "safe", "arguments": '
-            '"passthrough", "argv": ["{python}", "-m", "py_compile"]}}}, or name one with '
+            '"passthrough", "argv": ["{python}", "-I", "-m", "py_compile"]}}}, or name one with '
             "--manifest PATH or AGENTCLI_MANIFEST")
     except OSError as error:
         faults.append(reason_of(error))
@@ -1151,6 +1155,15 @@ def private_folder(path: str) -> None:
                 raise
 
 
+def own_folder(path: str) -> str:
+    """The path of a folder, unless it is another user's, who could forge what it holds. Or OSError.
+    """
+    owner = os.stat(path).st_uid if os.path.exists(path) else 0
+    if owner and os.geteuid() not in (0, owner):
+        raise PermissionError(errno.EPERM, "it belongs to another user", path)
+    return path
+
+
 def regular_file(path: str, private: bool = False) -> int:
     """Open a regular file to read; private: to append too, a new one is 0600. Raises OSError."""
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT if private else os.O_RDONLY
@@ -1171,8 +1184,10 @@ def append_record(descriptor: int, record: "Json", durable: bool = False) -> Non
     then a torn line, which readers skip.
     """
     line = json.dumps(record, separators=(",", ":")).encode("ascii") + b"\n"
-    size = os.fstat(descriptor).st_size
-    if size and os.pread(descriptor, 1, size - 1) != b"\n":
+    info = os.fstat(descriptor)
+    if not info.st_nlink:
+        raise FileNotFoundError(errno.ENOENT, "the file was removed meanwhile")
+    if info.st_size and os.pread(descriptor, 1, info.st_size - 1) != b"\n":
         line = b"\n" + line
     if os.write(descriptor, line) != len(line):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -1249,9 +1264,10 @@ class Work:
 
     def __init__(self, identity: "Tuple[Any, ...]",
                  start: "Callable[[Optional[JournalEntry]], Outcome]",
-                 journalled: bool = True, reads_stdin: bool = False) -> None:
+                 journalled: bool = True, inputs: "Sequence[int]" = ()) -> None:
         self.identity = identity  # two calls with the same one are repeats of each other
-        self.start, self.journalled, self.reads_stdin = start, journalled, reads_stdin
+        self.start, self.journalled = start, journalled
+        self.inputs = inputs  # the descriptors that it may read
 
 
 class JournalEntry:
@@ -1352,7 +1368,7 @@ class JournalEntry:
         """Record how the run ended; of an http command's reply no more than the error's code."""
         fields: Json = {"end": round(time.time(), 3), "exit": outcome.exit_code}
         if outcome.reply is not None:
-            fields["error"] = outcome.error and {"code": outcome.error["code"]}
+            fields["error"] = outcome.error and {"code": outcome.error["code"][:64]}
         elif max(len(json.dumps(part)) for part in (outcome.data, outcome.error)) > LARGEST_RESULT:
             error = outcome.error and dict(outcome.error, message=outcome.error["message"][:999])
             fields.update(omitted=True, error=error and {key: error[key] for key in (
@@ -1435,32 +1451,31 @@ def replay(record: "Json") -> Outcome:
                    f"not run again: it ran at {when} and ended well; --rerun runs it")
 
 
-def surroundings(reads_stdin: bool = True) -> "Tuple[Any, ...]":
-    """What else tells one call from another: the working directory, and a regular file on stdin.
+def surroundings(inputs: "Sequence[int]") -> "Tuple[Any, ...]":
+    """What else tells one call from another: the working directory, and the files that it reads.
 
-    The file is known by device, inode, size, time and read position.
+    A regular file on a descriptor is known by device, inode, size, time and read position.
     """
-    file, info = None, os.fstat(0)
-    if reads_stdin and stat.S_ISREG(info.st_mode):
-        file = (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns,
-                os.lseek(0, 0, os.SEEK_CUR))
+    files = [(info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, os.lseek(
+        descriptor, 0, os.SEEK_CUR)) if stat.S_ISREG(info.st_mode) else None
+        for descriptor in inputs for info in [os.fstat(descriptor)]]
     try:
-        return os.getcwdb(), file
+        return os.getcwdb(), files
     except OSError:  # it was deleted
         info = os.stat(".")
-        return (info.st_dev, info.st_ino), file
+        return (info.st_dev, info.st_ino), files
 
 
-def bytes_wait_on_stdin() -> bool:
-    """Whether a pipe or socket on stdin holds bytes, or gets some within 250 ms."""
+def bytes_wait(descriptor: int) -> bool:
+    """Whether a pipe or socket holds bytes, or gets some within 250 ms."""
     import fcntl
     import termios
 
-    mode = os.fstat(0).st_mode
+    mode = os.fstat(descriptor).st_mode
     try:
         return (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)) \
-            and wait_ready(0, "read", time.monotonic() + 0.25) \
-            and any(fcntl.ioctl(0, termios.FIONREAD, bytes(4)))
+            and wait_ready(descriptor, "read", time.monotonic() + 0.25) \
+            and any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
     except OSError:  # a socket that only listens
         return False
 
@@ -1515,9 +1530,9 @@ def recall(call: Call, work: Work, record: "Json") -> "Optional[Outcome]":
             call.warn("OPERATION_ID_REUSED", f"The same call began at {when}; this one carries its "
                       "operation id, so that the service can recognise it; --rerun takes a new one")
         return None
-    if record["event"] == "finished" and work.reads_stdin and bytes_wait_on_stdin():
+    if record["event"] == "finished" and any(map(bytes_wait, work.inputs)):
         call.warn("STDIN_NOT_DEDUPLICATED",
-                  f"The same call ran at {when}; it was run, for bytes wait on stdin")
+                  f"The same call ran at {when}; it was run, for bytes wait on what it reads")
         return None
     return replay(record)
 
@@ -2179,6 +2194,9 @@ def prepare_tool(call: Call, command: Command) -> Work:
     variable, _, value = os.fsencode(marker_of(call)).partition(b"=")
     environment[variable] = value
     program, no_stdin = find_program(app, command), entry.get("stdin") == "none"
+    inputs = [] if no_stdin else [0]
+    for number in re.findall("/(?:dev|proc/self)/fd/([0-9]{1,9})", "\n".join(tokens)):
+        inputs += [int(number)] if is_open(int(number)) else []  # a shell's <(...), say
     if "/" in fixed[0]:  # some programs look beside themselves: a virtual environment's python
         argv[0] = os.fsencode(program)
 
@@ -2199,7 +2217,7 @@ def prepare_tool(call: Call, command: Command) -> Work:
 
     # In bytes: the locale decides what text they are.
     return Work((command.path, os.fsencode(program), argv, sorted(entry.get("env", {}).items()),
-                 *surroundings(not no_stdin)), start, not helps, reads_stdin=not no_stdin)
+                 *surroundings(inputs)), start, not helps, inputs)
 
 
 def tell_ending(call: Call, ending: "Ending", what: str = "tool") -> Outcome:
@@ -2244,15 +2262,16 @@ def service_url(app: "App") -> "Any":
     from urllib.parse import urlsplit
 
     text = app.setting("BASE_URL") or app.base_url or ""
-    named = f"The base URL {text.rpartition('@')[2]!r}"
+    # Its text is not told: it may hold a password, or a token in its query.
+    named = f"The base URL of {app.prefix + 'BASE_URL' if app.setting('BASE_URL') else 'base_url'}"
     try:
         url = urlsplit(text)
         port = url.port
         (url.hostname or "").encode("idna")  # as it is looked up
-    except ValueError:  # whose text may hold a password
+    except ValueError:
         raise failure("CONFIGURATION_INVALID", f"{named} is no URL") from None
     refuse("CONFIGURATION_INVALID", (
-        (not text, f'{named} is not set: set "base_url" in the manifest, or {app.prefix}BASE_URL'),
+        (not text, f'No base URL is set: set "base_url" in the manifest, or {app.prefix}BASE_URL'),
         (url.scheme not in ("http", "https"), f"{named} must begin with http:// or https://"),
         ("@" in url.netloc, f"{named} must hold no user or password; use a token file"),
         (port == 0 or not re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^][%:]+)(:[0-9]+)?", url.netloc),
@@ -2418,7 +2437,8 @@ def direct_opener(page: SharedPage) -> "Any":
 
         def readline(self, limit: "Optional[int]" = -1) -> bytes:
             line = super().readline(limit)
-            if line[-1:] != b"\n" or line[0] in b"+-":  # http.client takes signed chunk sizes, too
+            # http.client takes signed chunk sizes, and a bare CR for a line's end (RFC 9112, 2.2).
+            if line[-1:] != b"\n" or line[0] in b"+-" or b"\r" in line[:-2]:
                 raise client.HTTPException("the reply was cut short or has a malformed line")
             return line
 
@@ -2517,7 +2537,7 @@ def exchange(call: Call, page: SharedPage, method: str, target: str, headers: "D
 def read_reply(reply: "Any") -> bytes:
     """The whole body of a reply. Raises ValueError when it is too large or cut short."""
     lengths = {text.strip() for text in reply.headers.get_all("Content-Length", ["0"])}
-    coding = reply.headers.get("Transfer-Encoding", "chunked").strip().lower()
+    coding = ",".join(reply.headers.get_all("Transfer-Encoding", ["chunked"])).strip().lower()
     defects = [d for d in reply.headers.defects if "Header" in type(d).__name__]  # not of a part
     if defects or coding != "chunked" or len(lengths) > 1 or not re.fullmatch(
             "[0-9]+", min(lengths)):
@@ -2614,7 +2634,7 @@ def prepare_handler(call: Call, command: Command) -> Work:
         return outcome
 
     return Work((command.path, os.fsencode(call.app.folder), sorted(args.items()),
-                 *surroundings()), start, not preview, reads_stdin=True)
+                 *surroundings([0])), start, not preview, [0])
 
 
 def in_child(call: Call, journal: "Optional[JournalEntry]", function: "Callable[..., Any]",
@@ -2735,8 +2755,8 @@ def run_doctor(call: Call) -> Outcome:
     outcome = in_child(call, None, lambda *_: {"checks": checks(call)}, {})
     found = (outcome.data or {}).get("checks", ())
     failed = [check["name"] for check in found if not check["ok"]]
-    outcome.text = "\n".join(f"{'ok' if c['ok'] else 'MEND':4} {c['name']}: {c['found']}"
-                             + f". {c.get('fix')}" * ("fix" in c) for c in found) or None
+    outcome.text = "\n".join(printable(f"{'ok' if c['ok'] else 'MEND':4} {c['name']}: {c['found']}"
+                                       + f". {c.get('fix')}" * ("fix" in c)) for c in found) or None
     if failed:
         wrong = failure("CHECKS_FAILED", f"Not in order: {', '.join(failed)}",
                         suggestion="The fix of each in data.checks says how to mend it")
@@ -2943,11 +2963,11 @@ class App:
             folder = os.path.join(state, self.name)
         if not folder.startswith("/"):
             raise OSError(f"the state folder must be an absolute path, not {folder!r}")
-        return folder
+        return own_folder(folder)
 
     def journal_folder(self) -> str:
         """Where the journal lies in it. Raises OSError."""
-        return os.path.join(self.state_folder(), "journal")
+        return own_folder(os.path.join(self.state_folder(), "journal"))
 
     def register(self, path: str, **entry: "Any") -> None:
         """Add a command; path is dotted ("task.add"), entry is what a manifest entry holds.
@@ -3149,24 +3169,35 @@ def readable(data: "Any") -> str:
 
 
 def printable(text: str) -> str:
-    """Text for a terminal, on one line: control characters, escape sequences among them, shown."""
-    return re.sub("[\0-\x1f\x7f-\x9f\u2028\u2029]", lambda match: repr(match[0])[1:-1], text)
+    """Text for a terminal, on one line: control characters, escape sequences among them, shown.
+
+    So are those that turn the direction of writing, and with it what a line seems to say.
+    """
+    return re.sub("[\0-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]",
+                  lambda match: repr(match[0])[1:-1], text)
 
 
 def streams_at(path: str) -> "List[int]":
-    """Which of stdout and stderr a path names: /dev/stdout does, and so may that of a file."""
-    return [stream for stream in (1, 2) if os.path.exists(path)
-            and os.path.samestat(os.stat(path), os.fstat(stream))]
+    """Which of stdout and stderr a path names: /dev/stdout does, and so may that of a file.
+
+    Raises OSError where the system does not follow it, such as another user's link in /tmp.
+    """
+    try:
+        there = os.stat(path)
+    except FileNotFoundError:
+        return []
+    return [stream for stream in (1, 2) if os.path.samestat(there, os.fstat(stream))]
 
 
 def check_output(path: str) -> None:
     """Refuse an --output PATH that could not be written after the run, before anything starts."""
-    if streams_at(path):
-        return
     try:
-        os.fsencode(path)
-        place = "" if "\0" in path else os.path.dirname(os.path.realpath(path))
-    except (OSError, ValueError):  # relative to a folder that was deleted, or no name of a file
+        if streams_at(path):
+            return
+        place = os.path.dirname(os.path.realpath(path))
+    except OSError as error:
+        raise argument_error(f"--output {path}: {reason_of(error)}") from None
+    except ValueError:  # it holds a NUL or what is no character
         place = ""
     if path[-1:] in ("", "/") or not place or os.path.isdir(path):
         raise argument_error(f"--output {path!r} is not the path of a file")
@@ -3194,10 +3225,11 @@ def write_output(path: str, data: bytes) -> None:
         return
     path = os.path.realpath(path)  # a symbolic link stays one
     part = os.path.join(os.path.dirname(path), f".{new_id('agentcli-')}.part")
-    target = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    there = os.path.exists(path)
+    target = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if there else 0o666)
     try:
         with open(target, "wb") as file:
-            if os.path.exists(path):
+            if there:
                 os.fchmod(target, stat.S_IMODE(os.stat(path).st_mode))
             file.write(data)
         os.rename(part, path)
@@ -3206,16 +3238,20 @@ def write_output(path: str, data: bytes) -> None:
         raise
 
 
+def is_open(descriptor: int) -> bool:
+    try:
+        return bool(os.fstat(descriptor))
+    except OSError:
+        return False
+
+
 def hold_closed_descriptors() -> None:
     """Keep what agentcli opens from becoming descriptor 0, 1 or 2 of a tool; there it is closed."""
-    for descriptor in (0, 1, 2):
+    while not all(map(is_open, (0, 1, 2))):
         try:
-            os.fstat(descriptor)
-        except OSError:
-            try:
-                os.open(os.devnull, os.O_RDWR)
-            except OSError:  # in a bare chroot
-                os.pipe()
+            os.open(os.devnull, os.O_RDWR)
+        except OSError:  # in a bare chroot
+            os.pipe()
 
 
 def main(argv: "Optional[Sequence[str]]" = None) -> int:

@@ -299,10 +299,11 @@ class EnvelopeTest(Case):
         self.assertNotEqual(again["request_id"], meta["request_id"])
 
     def test_nothing_that_a_caller_typed_breaks_the_line(self):
-        wild = b"\xff\xc3\xa9\x1b[31m\n"
+        wild = b"\xff\xc3\xa9\x1b[31m\n" + "\u202eexe.\u2066".encode()
         self.ends(self.call(wild), 2, "ARG_ERROR")
         self.ends(self.call("--timeout", wild, "sh"), 2, "ARG_ERROR")
-        self.assertRegex(self.call("--format=text", wild).err, rb"\Aledger: [^\n\r\x1b]+\n\Z")
+        self.assertRegex(self.call("--format=text", wild).err.decode("utf-8", "replace"),
+                         r"\Aledger: [^\n\r\x1b\u202e\u2066]+exe[^\n\r\x1b\u202e\u2066]+\n\Z")
 
     def test_text_mode_tells_a_failure_alone_in_one_plain_line_with_the_numbers(self):
         rows = {("sh", "exit 3"): b"3", ("--timeout=0.3", "sh", "sleep 60"): rb"0\.3 s",
@@ -1188,7 +1189,9 @@ TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z"
 LONG = "[ -e done ] || { echo $$ ready; exec sleep 300; }"
 UNTIL = "until [ %s ]; do sleep 0.02; done; exit 3"
 GARBAGE = (b'{"id": "torn', b"\0\xff{\n" * 50, b"x" * 100000 + b"\n", b'{"a":' * 20000 + b"\n",
-           b'[{}]\nnull\n{}\n{"timestamp": 1}\n{"id": "?", "run": "?", "event": "?", '
+           b'[{}]\nnull\n{}\n{"timestamp": 1}\n{"timestamp": "2099-01-01T00:00:00.000Z"}\n'
+           b'{"timestamp": "2099-01-01T00:00:00.000Z", "request_id": 1}\n'
+           b'{"id": "?", "run": "?", "event": "?", '
            b'"command": "?", "at": 1}\n{"id": "%032d", "run": "?", "event": "finished", '
            b'"command": "?", "at": 1, "end": 1, "exit": 1, "error": "?"}\n' % 0)
 POST = {"description": "Write to a service that nobody offers", "danger_level": "mutating",
@@ -1376,6 +1379,27 @@ class JournalTest(StoreCase):
         p.wait(20)  # while our end is open
         self.assertEqual([*self.told(self.end(p))], ["replayed"])
 
+    def test_nor_is_what_waits_in_a_pipe_that_an_argument_names(self):
+        numbers = set()
+        for data, wanted in (b"a", "ran"), (b"", "replayed"), (b"b", "ran"):
+            r, w = os.pipe()  # as a shell makes it of <(printf a)
+            os.write(w, data)
+            os.close(w)
+            with open(r) as pipe:
+                answer = self.call("add", "cat $3", f"--file=/dev/fd/{r}", f"/dev/fd/{r}",
+                                   pass_fds=[r])
+                numbers.add(pipe.fileno())
+            self.assertEqual((*self.told(answer), answer.out), (wanted, data))
+        self.assertEqual(len(numbers), 1)
+        file = str(self.write("in", b"12"))
+        for skip, wanted in (0, "ran"), (0, "replayed"), (1, "ran"):
+            with open(file, "rb", 0) as f:
+                os.dup2(f.fileno(), 57)
+            os.lseek(57, skip, os.SEEK_SET)
+            answer = self.call("add", "cat <&57", "/dev/fd/57", "/dev/fd/58", pass_fds=[57])
+            os.close(57)
+            self.assertEqual([*self.told(answer)], [wanted])
+
     def test_of_thirty_identical_calls_at_once_one_runs_and_the_others_replay_it(self):
         calls = [self.start("add", UNTIL % "-e go") for _ in range(30)]
         until(self.ran.exists)
@@ -1467,7 +1491,7 @@ class JournalTest(StoreCase):
             answers = self.calls(*(["add", f": {m}"] for m in range(n + 1)))
             self.assertEqual({*self.told(*answers)}, {"replayed"}, bad)
         for self.builtin, count in ("audit-log", 20), ("journal", 5):
-            self.assertEqual(self.entries(field="command").count("add"), count)
+            self.assertEqual(self.entries(field="command"), ["add"] * count)
 
     def test_the_tools_of_two_repositories_are_two_calls_though_they_are_called_alike(self):
         for folder, code in ("a", 0), ("b", 3):
@@ -1942,6 +1966,9 @@ class InputTest(HttpCase):
             self.assertEqual((q.requestline, q.headers["Content-Type"], q.body),
                              ("POST /v1/tasks HTTP/1.1", "application/json", given or body))
 
+    def test_an_http_command_knows_no_dry_run(self):
+        self.refused(self.call("task", "clear", "--dry-run", "--confirm-destructive"), "--dry-run")
+
     def test_stdin_is_read_only_when_it_is_asked_for_and_one_byte_past_the_limit(self):
         with open(self.write("large", MEBIBYTE * 2), "rb") as f:
             for args in ["list"], ["clear", "--confirm-destructive"], ["add", "--input", "token"]:
@@ -2104,6 +2131,8 @@ class ReplyTest(HttpCase):
                      b"HTTP/1.1 103 X\r\n\r\nHTTP/1.1 200 OK\r\n", b"HTTP/1.1 100 X\r\n",
                      CHUNKED + b"2\r\n{}\r\n0", CHUNKED + b"0000", CHUNKED + b"-1\r\n{}",
                      CHUNKED + b"-0\r\n\r\n", CHUNKED + b"-%s\r\n{}" % (b"f" * 18),
+                     CHUNKED[:-2] + b"Transfer-Encoding: gzip\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+                     b"HTTP/1.1 200 OK\r\nX: a\rContent-Length: 0\r\n\r\n{",
                      *(b"HTTP/1.1 200 OK\r\n%s\r\nContent-Length: 500\r\n\r\n" % line for line in (
                          b"junk without colon", b"X: a\rb", b"X-\xc3\xa9: a", b"X : 6",
                          b"Content-Length: 0", b"Transfer-Encoding: gzip, chunked"))):
@@ -2137,8 +2166,11 @@ class ReplyTest(HttpCase):
             self.assertIn(answer.code, (0, 6))
             self.assertEqual(answer.err, b"")
             self.took()
-        self.service.reply = reply(200, b"7" * 900000)
-        self.unknown(self.add("--timeout=30"), self.service)
+        for data in b"7" * 900000, b"[%s]" % b",".join([b"7" * 99999] * 40):
+            self.service.reply = reply(200, data)
+            self.unknown(self.add("--timeout=30"), self.service)
+        self.service.reply = reply(200, b"7" * 99999)
+        self.assertRegex(self.end(self.add("--timeout=30")).out, b'"ok".*"data": 7{99999},')
 
     def test_text_mode_prints_data_on_stdout_and_errors_in_plain_lines_on_stderr(self):
         wild = operation("error", "etag_conflict", "was\n\x1b[31mchanged\r\u00e9", title="buy milk")
@@ -2570,6 +2602,10 @@ print([a.run(argv) for a, argv in (
 
     def test_a_run_leaves_the_process_as_it_was(self):
         out = self.python("""from app import app
+for default in signal.SIG_IGN, signal.SIG_DFL:
+    for number in signal.SIGCHLD, signal.SIGWINCH: signal.signal(number, default)
+    assert app.run(["echo"]) == 0 and {default} == {*map(
+        signal.getsignal, (signal.SIGCHLD, signal.SIGWINCH))}
 for number in signal.SIGCHLD, signal.SIGUSR1, signal.SIGHUP: signal.signal(number, print)
 signal.signal(signal.SIGWINCH, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
@@ -3044,8 +3080,12 @@ class DoctorTest(Case):
             "method": "GET", "path": "/x"})), "gone": self.entry("no-such-program")}
         self.doctor("tool of gone, service", "no-such-program.*base_url")
         self.commands.clear()
-        self.doctor("service", "aaa", base_url="http://" + "a" * 64 + ".example")
+        self.doctor("service", "no URL", base_url="http://" + "a" * 64 + ".example")
         self.doctor("", "", base_url="http://service.invalid", env={"http_proxy": "http://x:1"})
+
+    def test_it_shows_a_person_no_escape_sequence(self):
+        r = self.call("--format=text", "--manifest", "\x1b[31mgone.json", "doctor")
+        self.assertRegex(r.out.decode(), r"(?s)\Aok   python: [^\x1b]+MEND manifest[^\x1b]+\n\Z")
 
     def test_it_runs_with_a_broken_or_missing_manifest(self):
         broken = self.write("bad.json", b'{"commands": {}, "nmae": 1}')
@@ -3266,7 +3306,8 @@ class MendedTest(HttpCase):
         e = self.told(self.call("--timeout=5", "task", "list", env=env),
                       (2, "error", "invalid_input"))
         self.assertIn("LEDGER_FORMAT", e["error"]["message"])
-        entries = [json.loads(line) for line in self.dir.joinpath("state/audit.jsonl").open()]
+        log = self.dir / "state/audit.jsonl"
+        entries = [json.loads(line) for line in log.read_text().splitlines()]
         self.assertEqual([entry["args"] for entry in entries], [{}, {"timeout": 5}])
 
     def test_a_manifest_that_is_a_dangling_link_is_not_replaced_by_the_example(self):
@@ -3330,7 +3371,8 @@ class MendedTest(HttpCase):
 
     def test_no_password_of_a_url_is_told(self):
         for url in ("http://user:[tok-123456]@host/", "http://user:tok-123456\u2100pw@host",
-                    "http://user:tok-123456@host"):
+                    "http://user:tok-123456@host", "http://user:tok-123456%40host",
+                    "http://host/?key=tok-123456", "http://host/#tok-123456"):
             answer = self.end(self.add(env={"LEDGER_BASE_URL": url}))
             self.told(answer, (2, "error", "configuration_invalid"))
             self.assertNotIn(b"tok-123456", answer.out + answer.err)
@@ -3417,6 +3459,56 @@ class MendedTest(HttpCase):
         self.assertEqual(r.on_stderr["warnings"][0]["code"], "AUDIT_LOG_UNAVAILABLE")
         r = self.call("--session=s", "sh", "", env=env, preexec_fn=lambda: os.setuid(54321))
         self.ends(r, 4, "STATE_UNAVAILABLE")
+
+    @unittest.skipUnless(os.geteuid() == 0, "only root may give a folder to another user")
+    def test_state_in_another_users_folder_is_not_trusted(self):
+        self.dir.chmod(0o755)
+        for name, depth in ("theirs", 0), ("ours", 1):
+            self.write(f"{name}/state/journal/x", b"")
+            for path, owner in (("", 54321), ("/state", 54321), ("/state/journal", 54321)):
+                os.chown(f"{self.dir}/{name}{path}", owner, -1)
+            os.chown(self.dir / name / ("state/journal" if depth else "state"), 12345, -1)
+            (self.dir / name / "state/journal").chmod(0o777)
+            (self.dir / name / "state").chmod(0o777)
+            env = {"LEDGER_STATE_DIR": f"{self.dir}/{name}/state", "LEDGER_AUDIT_LOG": "1"}
+            drop = {"env": env, "preexec_fn": lambda: os.setuid(54321)}
+            try:
+                e = self.ends(self.call("--session=s", "sh", "", **drop), 4, "STATE_UNAVAILABLE")
+            except PermissionError:
+                self.skipTest("this Python is root's alone")
+            self.assertIn("another user", e["error"]["message"])
+            warned = [w["code"] for w in e["warnings"]]
+            self.assertEqual(warned, [] if depth else ["AUDIT_LOG_UNAVAILABLE"])
+            checks = self.call("doctor", **drop).on_stdout["data"]["checks"]
+            self.assertIn("state folder", [c["name"] for c in checks if not c["ok"]])
+
+    @unittest.skipUnless(os.geteuid() == 0, "only root may give a link to another user")
+    def test_output_through_another_users_link_follows_the_systems_rule(self):
+        try:
+            if pathlib.Path("/proc/sys/fs/protected_symlinks").read_text() != "1\n":
+                self.skipTest("this system lets anybody choose")
+        except OSError:
+            self.skipTest("no Linux")
+        victim, shared = self.write("victim", b"mine", 0o600), self.dir / "shared"
+        shared.mkdir()
+        shared.chmod(0o1777)
+        os.symlink(victim, shared / "out.json")
+        os.chown(shared / "out.json", 12345, -1, follow_symlinks=False)
+        self.ends(self.call(f"--output={shared}/out.json", "sh", ""), 2, "ARG_ERROR")
+        self.assertEqual(victim.read_bytes(), b"mine")
+
+    def test_the_end_of_a_run_that_removed_its_own_journal_is_not_lost_in_silence(self):
+        for what in "/*.jsonl", "":
+            r = self.call("--session=s", "sh", f"rm -r ~/.local/state/ledger/journal{what}")
+            e = self.ends(r, 0)
+            self.assertEqual([w["code"] for w in e["warnings"]], ["STATE_UNAVAILABLE"])
+
+    def test_what_the_journal_keeps_of_a_reply_is_small(self):
+        self.service.reply = reply(409, operation("error", "a" * 3000000))
+        self.told(self.add("--session=s"), (4, "error", "a" * 3000000))
+        self.assertEqual(self.in_doubt(), [])
+        for path in (self.dir / "home/.local/state/ledger/journal").glob("*.jsonl"):
+            self.assertLess(path.stat().st_size, 9999)
 
     def test_output_to_a_redirected_stream_adds_to_its_file(self):
         with open(self.dir / "out", "wb") as f:
