@@ -347,6 +347,8 @@ REFUSED = (  # the fields that make an entry refused, and what the fault names
     ({"arguments": "sideways"}, "arguments"), (DECLARED, "bind"), (HTTP, "thing"),
     (dict(HTTP, flags={"format": FLAG}), "format.*global"), (dict(HTTP, help_argv=[]), "help_argv"),
     (dict(HTTP, flags={"xx": dict(FLAG, short="h")}), '"h"'),
+    (dict(HTTP, flags={"xx": dict(FLAG, pattern=5)}), "xx.*pattern.*regular"),
+    (dict(HTTP, flags={"xx": dict(FLAG, pattern="(")}), "xx.*pattern.*regular"),
 )
 EMPTY = b'{"commands": {}, '
 NO_MANIFEST = (  # what a file holds, and what the fault says
@@ -565,6 +567,11 @@ class CommandLineTest(Case):
         for r in self.calls([], ["--help"], ["-h"], ["--json", "--help"], ["--help", "sh", "exit"]):
             self.assertEqual((r.on_stdout["data"], r.on_stdout["meta"]["help"]), (None, True))
             self.assertIn(b"Run a tool", r.err)
+
+    def test_a_path_is_spelled_with_spaces_alone(self):
+        for args in ["task.show"], ["task", "show.x"], ["task show"], ["task.", "show"]:
+            e = self.ends(self.call(*args), 2, "ARG_ERROR")
+            self.assertIn("task show", e["error"]["suggestion"])
 
     def test_version(self):
         for option in "--version", "-V":
@@ -1063,6 +1070,31 @@ class TerminalTest(Case):
             self.assertEqual((r.code, shown), (0, [on_stdout, not on_stdout]))
             self.assertTrue(on_stdout or r.on_stderr["meta"]["help"])
 
+    @on_linux
+    def test_what_the_terminal_has_told_the_tool_agentcli_does_not_tell_it_again(self):
+        tool = """import os, signal, sys
+awaited = [signal.SIGINT, signal.SIGQUIT, signal.SIGWINCH, signal.SIGUSR1]
+signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+print(os.getppid(), "ready", flush=True)
+while True:
+    info = signal.sigwaitinfo(awaited)
+    os.write(1, b"%d %s\\n" % (info.si_signo, b"kernel" if info.si_code > 0 else b"process"))
+    if info.si_signo == signal.SIGUSR1: sys.exit(5)"""
+        for wrap in (), (shutil.which("setsid"), "--ctty", "--wait"):  # then it leads the session
+            if wrap and (os.geteuid() or not wrap[0]):
+                continue
+            t = Terminal(self, "--json", "py", tool, wrap=wrap)
+            agentcli, = t.ready()
+            os.write(t.fd, b"\x03")
+            self.assertEqual(read_to(t.fd, b"\n"), b"2 kernel")
+            os.write(t.fd, b"\x1c")
+            self.assertEqual(read_to(t.fd, b"\n"), b"3 kernel")
+            fcntl.ioctl(t.fd, termios.TIOCSWINSZ, struct.pack("HHHH", 7, 7, 0, 0))
+            self.assertEqual(read_to(t.fd, b"\n"), b"28 kernel")
+            os.kill(agentcli, signal.SIGUSR1)
+            r = t.end()
+            self.assertEqual(r.err[:12], b"10 process\n\n")
+
     def test_ctrl_c_reaches_the_tool_once_and_the_tool_decides(self):
         t = Terminal(self, "--json", "py", CATCH, "2")
         t.ready()
@@ -1249,6 +1281,39 @@ class StoreCase(Case):
             p.wait()
             os.kill(pid, signal.SIGKILL)
         return p, pid
+
+
+class StoreTest(unittest.TestCase):
+    def read(self, lines, **options):
+        """The numbers of the records that are found in a file of these lines."""
+        from agentcli import records_backwards
+        with tempfile.TemporaryFile(buffering=0) as file:
+            file.write(b"".join(lines))
+            found = list(records_backwards(file.fileno(), **options))
+            for offset, record in found:
+                self.assertEqual(os.pread(file.fileno(), 10, offset), b'{"n": %d' % record["n"])
+        return [record["n"] for _, record in found]
+
+    def test_every_record_of_a_large_file_is_found_from_its_end_whatever_the_lengths(self):
+        piece, chance = 1 << 18, random.Random(7)
+        for sizes in ([piece] * 3, [piece - 1, 30, piece - 29], [3 * piece], [50] * 30000,
+                      *([chance.choice((30, 99, piece // 2, piece, 2 * piece)) + chance.randrange(9)
+                         for _ in range(30)] for _ in range(9))):
+            numbers = [1000 + n % 1000 for n in range(len(sizes))]
+            lines = [b'{"n": %d, "x": "%s"}\n' % (n, b"x" * (size - 21))
+                     for n, size in zip(numbers, sizes)]
+            self.assertEqual([len(line) for line in lines], sizes)
+            numbers.reverse()
+            self.assertEqual(self.read(lines), numbers)
+            self.assertEqual(self.read(lines, needle=b'"n": 1000'),
+                             [n for n in numbers if n == 1000])
+            self.assertEqual(self.read(lines, end=sum(sizes[:-1])), numbers[1:])
+            self.assertEqual(self.read([*lines, b'{"n": 1005, "to']), numbers)
+
+    def test_a_line_that_no_writer_left_hides_none_beside_it(self):
+        one, two = b'{"n": 1001}\n', b'{"n": 1002}\n'
+        for long in b"x" * (2 << 20), b"{" * (3 << 20), b"\n" * (1 << 20), b"\0" * (1 << 19):
+            self.assertEqual(self.read([one, long, b"\n", two]), [1002, 1001])
 
 
 class JournalTest(StoreCase):
