@@ -329,11 +329,20 @@ def is_operation_envelope(value: "Json") -> bool:
 def is_near_envelope(value: "Json") -> bool:
     """Whether a JSON object that is no OperationEnvelope was meant to be one."""
     status = value.get("status")
-    if set(value) >= set(operation_envelope("", "")):
+    if len(set(value) & set(operation_envelope("", ""))) > 4 or status == "needs_clarification":
         return True
-    if status not in ("ok", "needs_clarification", "partial", "error"):
+    if status not in ("ok", "partial", "error"):
         return False
     return "schema_version" in value or status != "ok" and isinstance(value.get("error"), dict)
+
+
+def meant_code(value: "Json") -> str:
+    """The error code that such an object means, "" if it is none of those that decide."""
+    error = value.get("error")
+    code = str(error.get("code")) if isinstance(error, dict) else ""
+    code = {"partial": "partial_apply", "needs_clarification": "clarification_required"}.get(
+        str(value.get("status")), code)
+    return code if code in _EXIT_OF_CODE else ""
 
 
 def resolve_exit_code(envelope: "Json", http_status: "Optional[int]") -> int:
@@ -919,8 +928,8 @@ def read_command_line(argv: "Sequence[str]", commands: "Dict[str, Command]",
     """Sort tokens into a path, options and positionals; the longest path wins.
 
     `--json task --timeout 5 add x` has the words task and add, the place x, and both options. A
-    passthrough command's path ends at its last word: what follows is the tool's. Behind `--`, and
-    behind a word that continues no path, are places only.
+    passthrough command's path ends at its last word: what follows is the tool's. Behind a `--` that
+    follows a word, and behind a word that continues no path, are places only.
     """
     prefixes = {".".join(path.split(".")[:n + 1]) for path in commands
                 for n in range(path.count(".") + 1)}
@@ -1056,15 +1065,18 @@ def parse(call: Call) -> "Callable[[Call], Outcome]":
     audit_fault: Optional[Failure] = None
     if given.pop("json", None):
         given["format"] = given.get("format", []) + ["json"]
+    call.informs = bool({"help", "version", "schema"} & set(given))
     flags = command.flags() if command else {}
     if "operation-id" in given and command and "operation-id" in command.brought():
         given["idempotency-key"] = given.get("idempotency-key", []) + given.pop("operation-id")
     wanted = given.get("format", [app.setting("FORMAT")])
     call.format = "json" if "json" in wanted else "text" if "text" in wanted else call.format
     try:
-        call.audit = audit_log_of(call)
+        call.audit = audit_log_of(app)
     except Failure as wrong:
         audit_fault = wrong if command else None
+    except OSError as error:
+        call.warn("AUDIT_LOG_UNAVAILABLE", str(error))
     for step, name in (show_help, "help"), (show_version, "version"):
         if name in given:
             return step
@@ -1693,9 +1705,9 @@ class AuditLog:
                         yield record
 
 
-def audit_log_of(call: Call) -> "Optional[AuditLog]":
-    """The audit log if it is on. Raises Failure (exit 2, INVALID_AUDIT_LOG_SETTING)."""
-    app, declared = call.app, call.app.audit_log
+def audit_log_of(app: "App") -> "Optional[AuditLog]":
+    """The audit log if it is on. Raises Failure (exit 2, INVALID_AUDIT_LOG_SETTING), OSError."""
+    declared = app.audit_log
     variable = os.environ.get(app.prefix + "AUDIT_LOG")
     if variable not in (None, "0", "1") and not str(variable).startswith("/"):
         raise failure("INVALID_AUDIT_LOG_SETTING", f"{app.prefix}AUDIT_LOG must be 1, 0 or an "
@@ -1707,13 +1719,9 @@ def audit_log_of(call: Call) -> "Optional[AuditLog]":
     settings.update({"path": native(settings["path"])} if "path" in settings else {})
     if variable not in (None, "1"):
         settings["path"] = variable
-    try:
-        if "path" not in settings:
-            settings["path"] = os.path.join(app.state_folder(), "audit.jsonl")
-        return AuditLog(**settings)
-    except OSError as error:
-        call.warn("AUDIT_LOG_UNAVAILABLE", str(error))
-        return None
+    if "path" not in settings:
+        settings["path"] = os.path.join(app.state_folder(), "audit.jsonl")
+    return AuditLog(**settings)
 
 
 def write_audit_entry(call: Call, outcome: Outcome) -> None:
@@ -1780,7 +1788,7 @@ def since(text: str) -> float:
 
 def run_audit_log(call: Call) -> Outcome:
     """Built-in `audit-log`: the newest entries that match, the oldest of them first."""
-    log, args, limit = call.audit, call.args, call.args["limit"]
+    log, args, limit = audit_log_of(call.app), call.args, call.args["limit"]
     if log is None:
         raise failure("AUDIT_LOG_DISABLED", "The audit log is off", fix_required='Set '
                       f'"audit_log": true in the manifest, or {call.app.prefix}AUDIT_LOG=1')
@@ -2390,9 +2398,10 @@ def send_request(call: Call, method: str, target: str, headers: "Dict[str, str]"
         cause = 0  # the sender's own timer was the first to ring
     answer = page.answer()
     if cause is None and answer:
-        pending = answer["exit"] == 6 and answer["reply"]["status"] == "ok"
-        if pending and call.operation_id and not answer["final"]:
-            call.warn("PENDING", f"{_UNFINISHED['ok']}; look operation {call.operation_id} up")
+        named = '"operation_id"' in json.dumps(answer["reply"])
+        if answer["exit"] == 6 and call.operation_id and not named:
+            told = _UNFINISHED.get(answer["reply"]["status"], "The service does not know its end")
+            call.warn("PENDING", f"{told}; look operation {call.operation_id} up")
         return Outcome(answer["exit"], error=answer["reply"]["error"], reply=answer["reply"],
                        final=answer["final"])
     if cause and not page.marked:
@@ -2552,7 +2561,7 @@ def read_reply(reply: "Any") -> bytes:
 
 def interpret(call: Call, status: int, received: bytes) -> "Json":
     """What a whole reply means: its own OperationEnvelope, or one made of its status and JSON."""
-    problem, document = "", None
+    problem, document, meant = "", None, ""
     try:
         document = parse_json(received, huge=True) if received.strip() else None
     except ValueError as error:
@@ -2560,14 +2569,14 @@ def interpret(call: Call, status: int, received: bytes) -> "Json":
     if isinstance(document, dict) and is_operation_envelope(document):
         return judged(document, status, final=True)
     if isinstance(document, dict) and is_near_envelope(document):  # and may not pass for success
-        problem = "the reply breaks the OperationEnvelope's schema"
+        problem, meant = "the reply breaks the OperationEnvelope's schema", meant_code(document)
     if status < 200 or status in (502, 504):
         problem = f"a gateway answered HTTP {status}"
-    if problem and (status < 300 or status in (502, 504)):
+    if problem and (status < 300 or status in (502, 504) or _EXIT_OF_CODE.get(meant) == 6):
         return judged(lost(call, True, problem, document), status)
     if status < 300:
         return judged(operation_envelope(call.request_id, "ok", document), status)
-    code = _CODE_OF_STATUS.get(status, "http_error")
+    code = meant or _CODE_OF_STATUS.get(status, "http_error")
     message = f"The service answered HTTP {status}"
     if status < 400:
         code, message = "redirect_refused", message + ", a redirect; correct the base URL"
@@ -2820,7 +2829,7 @@ def checks(call: Call) -> "List[Json]":
         if command.kind == "passthrough":
             check(f"tool of {path}", tool, command)
     check("state folder", state)
-    check("audit log", lambda: "on" if audit_log_of(call) else "off")
+    check("audit log", lambda: "on" if audit_log_of(app) else "off")
     if app.setting("BASE_URL") or app.base_url or "http" in [c.kind for c in app.commands.values()]:
         if app.setting("TOKEN_FILE") or app.token_file:
             check("token file", lambda: read_token(app, service_url(app)) and "ok")
@@ -3053,9 +3062,7 @@ class App:
 def answer(call: Call) -> Outcome:
     """Parse and perform one call; every way in which it can fail becomes an outcome."""
     try:
-        step = parse(call)
-        call.informs = step is not perform
-        return step(call)
+        return parse(call)(call)
     except Failure as failed:  # which an App may keep to raise it again: `report` adds to its own
         return Outcome(failed.exit_code, failed.data, failed.error)
     except Exception:  # noqa: BLE001  # the envelope is written whatever happens
@@ -3103,11 +3110,11 @@ def remarks(call: Call, outcome: Outcome) -> "List[str]":
     lines = [f"warning: {warning['message']}" for warning in own + theirs]
     if call.format == "json":  # a final envelope is the service's own and holds none of these
         return lines if outcome.final else []
-    lines += [sentence_of(outcome.error)] if outcome.error else []
-    lines += [outcome.note] if outcome.note else []
-    if outcome.exit_code and reply and not lines:
-        return [_UNFINISHED[reply["status"]]]
-    return lines
+    if outcome.error:
+        return [*lines, sentence_of(outcome.error)]
+    if outcome.exit_code and reply and "PENDING" not in [warning["code"] for warning in own]:
+        return [*lines, _UNFINISHED[reply["status"]]]
+    return lines + ([outcome.note] if outcome.note else [])
 
 
 def report(call: Call, outcome: Outcome) -> int:

@@ -1731,6 +1731,11 @@ class AuditLogTest(StoreCase):
             there = [p for p in (log, mine, other) if os.path.exists(p)]
             self.assertEqual((there, *map(os.unlink, there)), ([path], None) if path else ([],))
         self.refused(4, "AUDIT_LOG_DISABLED", ["audit-log"], env={"LEDGER_AUDIT_LOG": "0"})
+        self.save(root={"audit_log": True})
+        self.refused(4, "STATE_UNAVAILABLE", ["audit-log"], env={"LEDGER_STATE_DIR": "nowhere"})
+        checks = self.call("doctor", env={"LEDGER_STATE_DIR": "x"}).on_stdout["data"]["checks"]
+        self.assertLessEqual({"state folder", "audit log"},
+                             {check["name"] for check in checks if not check["ok"]})
 
     def test_settings_and_values_that_are_refused(self):
         for value in "", "true", "logs/audit.jsonl":
@@ -1749,6 +1754,7 @@ class AuditLogTest(StoreCase):
     def test_what_resolved_to_a_command_is_logged_and_nothing_that_was_forwarded(self):
         self.env.update(TOOL_TRACE_ID="t-1", LEDGER_SESSION_ID="s")
         self.calls(["--help"], ["--version"], ["--schema", "sh"], ["task"], ["manifest"],
+                   ["--schema", "--bogus", "sh"], ["--schema", "--output=/", "sh"],
                    ["journal"], ["nonsense"], ["audit-log"], ["--help", "sh"], [])
         sent = [self.call("--timeout=7", "--rerun", "add", "exit 4", "z"), self.call("gone"),
                 self.call("add", "exit 4", "z", given=b"z"), self.call("--timeout=z", "add", "z"),
@@ -2114,7 +2120,9 @@ class ReplyTest(HttpCase):
             given = "{" + data.decode().partition("{")[2].replace("\\ud800", "\\ufffd")
             out, given = (repr(json.JSONDecoder(parse_int=str).raw_decode(text)[0])
                           for text in (answer.out.decode("ascii"), given))
-            self.assertEqual((out, answer.code, answer.err), (given, code, b""))
+            self.assertEqual((out, answer.code), (given, code))
+            pending = b"; look operation op_[-0-9a-f]+ up"
+            self.assertRegex(answer.err, pending if code == 6 else b"^$")
 
     def test_any_other_reply_becomes_an_envelope_and_no_redirect_is_followed(self):
         other = Service(self, reply(200, operation()))
@@ -2149,6 +2157,32 @@ class ReplyTest(HttpCase):
             whole = operation("error", "failed")
             self.service.reply = reply(200, {key: whole[key] for key in keys.split()})
             self.unknown(self.add(), self.service)
+        five = operation("partial")
+        del five["schema_version"]
+        for bare in {"status": "needs_clarification"}, five:
+            self.service.reply = reply(200, bare)
+            self.unknown(self.add(), self.service)
+
+    def test_what_is_almost_an_envelope_keeps_its_meaning_beside_an_http_error(self):
+        error = {"code": "approval_required", "message": "m", "retryable": False}
+        odd = {"more": 1}
+        for status, body, end in (
+                (403, dict(operation("error"), error=dict(error, operation_id=None)), 3),
+                (403, {"status": "error", "error": error}, 3), (403, {"error": error}, 1),
+                (422, dict(operation("needs_clarification"), **odd), 3),
+                (422, dict(operation("error", "not_known_here"), **odd), 2),
+                (422, {"status": "error", "error": "text"}, 2), (500, {"status": "error"}, 1),
+                (422, dict(operation("error"), error={"code": ["x"]}), 2),
+                (409, dict(operation("partial"), **odd), 6), (503, {"status": "partial", "error": {
+                    "code": "partial_apply"}, "schema_version": 1}, 6),
+                (409, dict(operation("error", "operation_unknown"), **odd), 6)):
+            with self.subTest(status=status, body=body):
+                self.service.reply = reply(status, body)
+                answer = self.end(self.add())
+                e = json.loads(answer.out.decode())
+                self.assertEqual((answer.code, e["error"]["retryable"]), (end, False), e)
+                self.assertEqual(e["error"]["operation_id"], self.took()[1][0])
+                self.assertEqual(e["status"], "partial" if end == 6 else "error")
 
     def test_a_programs_default_socket_timeout_is_not_the_calls(self):
         self.service.reply = reply(200, operation())
@@ -2247,6 +2281,7 @@ class ReplyTest(HttpCase):
             self.assertRegex(answer.out, out)
             self.assertRegex(answer.err, rb"\A%s\Z" % err)
             self.assertNotRegex(answer.out + answer.err, b"\x1b|request_id")
+        del self.service.requests[:]
         lost = operation("error", "operation_unknown", "uncertain")
         lost["error"]["operation_id"] = "op_zz"
         warned = dict(operation(), warnings=[{"code": "w", "message": "it\nrains"}])
@@ -2254,11 +2289,21 @@ class ReplyTest(HttpCase):
                                  (3, reply(200, operation("needs_clarification")), b"asks back"),
                                  (6, reply(202, operation()), b"202"),
                                  (0, reply(200, warned), rb"warning: it\\nrains"),
+                                 (6, reply(200, dict(operation("partial"), warnings=[
+                                     {"code": "w", "message": "slow"}])), b"slow&a part"),
                                  (6, reply(200, lost), b"uncertain.*op_zz")):
             self.service.reply = data
             answer = self.end(self.add("--format", "text"))
-            self.assertRegex(answer.err, rb"\Aledger: [^\n]*(%s)[^\n]*\n\Z" % says)
-            self.assertEqual(answer.code, code)
+            listed = self.call("task", "list", "--format", "text")
+            for said in answer.err, listed.err:
+                self.assertRegex(said, rb"\A(ledger: [^\n]*\n)+\Z")
+                for words in says.split(b"&"):
+                    self.assertRegex(said, words)
+            self.assertEqual((answer.code, listed.code), (code, code))
+            operation_id = self.service.requests.pop(0).headers["Idempotency-Key"]
+            if code == 6 and b"op_zz" not in answer.err:  # what to look up
+                self.assertIn(operation_id.encode(), answer.err)
+            self.took()
 
     def test_a_reader_that_left_gets_no_traceback_and_the_exit_code_stands(self):
         p = self.add()
