@@ -72,12 +72,13 @@ TYPE_CHECKING = False  # importing `typing` costs more than a call may, so only 
 if TYPE_CHECKING:
     import signal  # noqa: I001  # a name a line would say no more
     from typing import (Any, Callable, Dict, Iterable, Iterator, List, NoReturn, Optional,
-                        Sequence, Set, Tuple)
+                        Sequence, Set, Tuple, TypeVar)
 
     Json = Dict[str, Any]
     Rule = Tuple[Callable[[Any], bool], str]  # what a value must pass, and how to say it
     Ending = Tuple[int, Optional[int], List[int]]  # wait status, cause, survivors
     Place = Tuple[str, str, Json]  # a journal file, a run's id in it, what its records add
+    Handler = TypeVar("Handler", bound=Callable[[Json, "Context"], Any])
 else:
     signal = _signal  # its numbers are plain ints, and no folder can stand in for it
 
@@ -187,6 +188,9 @@ class Failure(Outcome, Exception):
             raise ValueError(f"this is no Failure: {'; '.join(faults)}")
         Outcome.__init__(self, exit_code, data, error)
 
+    def __reduce__(self) -> "Any":  # a pool's worker hands it over
+        return Exception.__new__, (type(self), *self.args), vars(self)
+
 
 class RegistrationError(ValueError):
     """What `App.register` or App itself declares breaks the rules (REQ-C-002 and others).
@@ -195,8 +199,11 @@ class RegistrationError(ValueError):
     """
 
     def __init__(self, faults: "Sequence[str]") -> None:
-        super().__init__("; ".join(faults))
+        super().__init__(faults)
         self.faults = list(faults)
+
+    def __str__(self) -> str:
+        return "; ".join(self.faults)
 
 
 _LOOK_FIRST = "Look at what it has done before you run it again"
@@ -1952,8 +1959,10 @@ def supervise(tree: ProcessTree, deadline: "Optional[float]", at_terminal: bool 
             return None
         return status if ended else None
 
+    timers = {signo for signo in (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF)
+              if callable(signal.getsignal(signo))}  # of the program that imported agentcli
     awaited = {int(signo) for signo in signal.valid_signals()  # Linux queues even ignored ones
-               if signo not in (signal.SIGKILL, signal.SIGSTOP)
+               if signo not in (signal.SIGKILL, signal.SIGSTOP, *timers)
                and signal.getsignal(signo) != signal.SIG_IGN}
     status: Optional[int] = None
     cause: Optional[int] = None
@@ -2098,10 +2107,10 @@ def no_child(error: Exception) -> Failure:
 
 
 def flush_streams() -> None:
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)):
         try:
             stream.flush()
-        except (AttributeError, OSError, ValueError, RuntimeError):  # None, closed, not read, odd
+        except (AttributeError, OSError, ValueError, RuntimeError):  # odd, not read, closed
             continue
 
 
@@ -2128,7 +2137,14 @@ def fork_child(call: Call, page: SharedPage, own_group: bool, work: "Callable[[]
                               else signal.SIG_DFL)
         name, _, value = marker_of(call).partition("=")
         os.environ[name] = value
+        signal.set_wakeup_fd(-1)
         os.dup2(2, 1)
+        try:
+            printed = sys.stdout.fileno()
+        except (AttributeError, OSError, ValueError):  # None, closed, or no file
+            printed = -1
+        if printed != 1:  # a test's capture, say
+            sys.stdout = sys.stderr
         page.writer = os.getpid()
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         work()
@@ -2599,23 +2615,26 @@ class Context:
     dry_run: it is to show what it would do, and do nothing (REQ-C-004). warnings: what `warn` kept.
     """
 
-    def __init__(self, dry_run: bool) -> None:
+    def __init__(self, dry_run: bool, page: "Optional[SharedPage]" = None) -> None:
         self.dry_run = dry_run  # show what would be done, and do nothing
         self.warnings: List[Json] = []
+        self._page = page
 
     def log(self, text: str) -> None:
         """Write a line to stderr, for a person; the envelope does not hold it."""
         write_all(2, (str(text) + "\n").encode("utf-8", "backslashreplace"))
 
     def warn(self, code: str, message: str) -> None:
-        """Add a warning to the envelope (REQ-F-004). Raises ValueError when one is malformed.
+        """Add a warning to the envelope (REQ-F-004), however the function ends.
 
-        code: `^[A-Z][A-Z0-9_]+$`. message: a sentence.
+        code: `^[A-Z][A-Z0-9_]+$`. message: a sentence. Raises ValueError when one is malformed.
         """
         faults = shape_faults({"code": code, "message": message}, _ERROR_KEYS)
         if faults:
             raise ValueError(f"this is no warning: {'; '.join(faults)}")
         self.warnings.append({"code": code, "message": message})
+        if self._page:
+            self._page.put({"warnings": self.warnings})
 
 
 def prepare_handler(call: Call, command: Command) -> Work:
@@ -2649,7 +2668,8 @@ def prepare_handler(call: Call, command: Command) -> Work:
 def in_child(call: Call, journal: "Optional[JournalEntry]", function: "Callable[..., Any]",
              args: "Json", dry_run: bool = False) -> Outcome:
     """Call `function(args, context)` in a forked child under the wait loop; tell how it ended."""
-    page, context = SharedPage(call.request_id), Context(dry_run)
+    page = SharedPage(call.request_id)
+    context = Context(dry_run, page)
 
     def work() -> None:
         try:  # PR_SET_CHILD_SUBREAPER: what the function leaves orphaned stays its descendant
@@ -2658,9 +2678,13 @@ def in_child(call: Call, journal: "Optional[JournalEntry]", function: "Callable[
             ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
         except (ImportError, OSError, AttributeError):  # not Linux
             pass
+        # The threads of the program's pools are not in the fork, so that nobody may wait for them.
+        getattr(sys.modules.get("concurrent.futures.thread"), "_threads_queues", {}).clear()
         try:
-            data = function(args, context)
-            getattr(sys.modules.get("threading"), "_shutdown", int)()  # await threads, as at exit
+            try:
+                data = function(args, context)
+            finally:  # wait for threads, as at Python's exit
+                getattr(sys.modules.get("threading"), "_shutdown", int)()
             if not (data is None or isinstance(data, (dict, list))):
                 raise TypeError(f"it returned {type(data).__name__}, not dict, list or None")
             page.put({"exit": 0, "data": data, "error": None, "warnings": context.warnings})
@@ -2673,15 +2697,15 @@ def in_child(call: Call, journal: "Optional[JournalEntry]", function: "Callable[
     ending = run_child(call, journal, lambda own_group: fork_child(call, page, own_group, work),
                        page.name)
     status, cause, _ = ending
+    answer = page.answer()
+    call.warnings += answer.get("warnings", ())
     if cause is not None:
         return tell_ending(call, ending, "handler")
-    answer = page.answer()
-    if not answer:
+    if "exit" not in answer:
         how = f"died of {signal_name(os.WTERMSIG(status))}" if os.WIFSIGNALED(status) else \
             f"left with exit code {os.WEXITSTATUS(status)}"
         return failure("INTERNAL_ERROR", f"The handler's process {how} and gave no answer",
                        {"partial": True}, suggestion=_LOOK_FIRST)
-    call.warnings += answer["warnings"]
     return Outcome(answer["exit"], answer["data"], answer["error"])
 
 
@@ -2842,8 +2866,11 @@ def show_version(call: Call) -> Outcome:
     import hashlib
 
     app = call.app
-    with open(__file__, "rb") as file:
-        own = hashlib.sha256(file.read()).hexdigest()
+    try:
+        with open(__file__, "rb") as file:
+            own: Optional[str] = hashlib.sha256(file.read()).hexdigest()
+    except OSError:  # in a zip archive, say
+        own = None
     return Outcome(0, {"name": app.name, "version": app.version, "agentcli_version": VERSION,
                        "agentcli_sha256": own},
                    text=f"{app.name} {app.version} (agentcli {VERSION})")
@@ -2992,7 +3019,7 @@ class App:
             raise RegistrationError(faults)
         self.commands[path] = command
 
-    def handler(self, path: str) -> "Callable[[Callable[..., Any]], Callable[..., Any]]":
+    def handler(self, path: str) -> "Callable[[Handler], Handler]":
         """Bind a function `(args, context) -> dict, list or None` to a declared command.
 
         args: a dict of the command's flags and positionals by name. The function runs in a forked
@@ -3004,7 +3031,7 @@ class App:
         if command is None or command.kind != "declared":
             raise RegistrationError([f'command "{path}": is not a declared command; register it'])
 
-        def bind(function: "Callable[..., Any]") -> "Callable[..., Any]":
+        def bind(function: "Handler") -> "Handler":
             command.handler = function
             return function
         return bind

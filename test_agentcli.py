@@ -30,6 +30,7 @@ import termios
 import threading
 import time
 import unittest
+import zipapp
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 AGENTCLI = os.path.join(FOLDER, "agentcli.py")
@@ -2790,6 +2791,67 @@ os._exit(0)""")
                          [None, "INTERNAL_ERROR", None])
         self.assertNotIn("idempotency_hit", ends[2]["meta"])
 
+    def test_a_handler_runs_in_a_thread_of_a_pool_too(self):
+        out = self.python("""from app import app; import asyncio
+async def main():
+    return await asyncio.get_running_loop().run_in_executor(None, app.run, ["put", "x"])
+print(asyncio.run(main()))""")
+        self.assertRegex(out, r'\A\{"ok": true.*"created".*\}\n0\n\Z')
+
+    def test_what_a_handler_prints_is_on_stderr_wherever_the_program_prints(self):
+        r = self.call("""from app import app; import agentcli, contextlib, io, os, sys
+for stdout in (io.StringIO(), open(os.dup(1), "w"), None):
+    print("before")
+    with contextlib.redirect_stdout(stdout): code = app.run(["wild", 'print("said"); return {}'])
+    assert code == 0 and not (stdout and stdout.seekable() and stdout.getvalue())
+    print("after", flush=True)""", run=["-c"])
+        self.assertRegex(r.out.decode(), r'\A(before\n\{"ok": true.*\}\nafter\n){3}\Z')
+        self.assertEqual(r.err.count(b"said"), 3)
+
+    def test_failures_and_faults_can_be_handed_over_by_a_pools_worker(self):
+        out = self.python("""import pickle
+class Own(agentcli.Failure):
+    def __init__(self, more): super().__init__(5, "NOPE", "no such thing", [more], suggestion="s")
+for error in (agentcli.Failure(3, "HALF", "half", {"a": 1}, True, context={"b": 2}), Own(7),
+              agentcli.RegistrationError(["one", "two"])):
+    again = pickle.loads(pickle.dumps(error))
+    print(type(again) is type(error), str(again) == str(error), vars(again) == vars(error))
+print(again, again.faults)""")
+        self.assertEqual(out, "True True True\n" * 3 + "one; two ['one', 'two']\n")
+
+    def test_a_handlers_signals_do_not_wake_the_programs_loop(self):
+        out = self.python("""import signal, socket
+from app import app
+mine, loops = socket.socketpair()
+mine.setblocking(False)
+loops.setblocking(False)
+signal.signal(signal.SIGUSR1, lambda *_: None)
+signal.set_wakeup_fd(loops.fileno())
+print(app.run(["wild", "os.kill(os.getpid(), signal.SIGUSR1); return {}"]))
+try: print(mine.recv(9))
+except BlockingIOError: print("asleep")""")
+        self.assertRegex(out, r"\n0\nasleep\n\Z")
+
+    def test_a_programs_own_timer_is_not_the_tools(self):
+        out = self.python("""import signal
+from app import app
+seen = []
+signal.signal(signal.SIGALRM, lambda *_: seen.append(os.getpid()))
+signal.setitimer(signal.ITIMER_REAL, 0.1)
+print(app.run(["sh", "-c", "sleep 0.3"]), app.run(["put"]), seen == [os.getpid()])""")
+        self.assertRegex(out, r"\n0 0 True\n\Z")
+
+    def test_it_works_in_a_zip_archive(self):
+        shutil.copy(AGENTCLI, self.write("packed/agentcli.py", b""))
+        self.write("packed/__main__.py", (self.dir / "app.py").read_bytes() + b"\napp.main()\n")
+        zipapp.create_archive(self.dir / "packed", self.dir / "app.pyz")
+        env = {"PYTHONPATH": None}
+        answers = [self.call(*args, run=["app.pyz"], env=env) for args in (
+            ["--version"], ["put", "x"], ["manifest"], ["doctor"], ["--help"])]
+        self.assertEqual([answer.code for answer in answers], [0] * 5)
+        version = answers[0].on_stdout["data"]
+        self.assertEqual((version["version"], version["agentcli_sha256"]), ("1.4.0", None))
+
     def test_it_runs_in_another_thread_beside_a_busy_one(self):
         out = self.python("""import sys, threading; from app import app
 sys.setswitchinterval(0.002)
@@ -2954,6 +3016,21 @@ class DeclaredTest(AppCase):
 
 
 class HandlerTest(AppCase):
+    def test_what_it_warned_of_is_told_however_it_ends(self):
+        warn = "ctx.warn('ONE', '1'); ctx.warn('TWO', 'x' * 99999)\n"
+        rows = (("time.sleep(60)", 10), ("os._exit(3)", 1), ("os.kill(os.getpid(), 9)", 1),
+                ("raise SHUT", 7), ("return {'effect': 'noop'}", 0), ("return 5", 1))
+        told = self.tell(*[["--timeout=1", "wild", warn + body] for body, _ in rows])
+        for e, (body, code) in zip(told, rows):
+            with self.subTest(body):
+                self.assertEqual(e["meta"]["exit_code"], code)
+                self.assertEqual([w["code"] for w in e["warnings"]], ["ONE", "TWO"])
+
+    def test_its_threads_are_waited_for_though_it_fails(self):
+        e, = self.wild("import threading\ndef slow(): time.sleep(0.3); open('slow', 'w').close()\n"
+                       "threading.Thread(target=slow).start()\nraise SHUT")
+        self.assertEqual((end(e), os.path.exists(self.dir / "slow")), ((7, "SHUT"), True))
+
     def test_what_it_returns_is_the_data_whatever_it_does_to_its_process(self):
         rows = {r'return {"a\udc00": "x\ud800y\U0001f600"}': {"a\ufffd": "x\ufffdy\U0001f600"},
                 "return None": None, 'return [1, 2.5, None, {"b": []}]': [1, 2.5, None, {"b": []}]}
