@@ -409,8 +409,11 @@ class RegistrationTest(Case):
         for r in self.calls(["manifest"], ["--schema", "sh"], ["--output=env.json", "sh", ""], []):
             self.ends(r, 2, "INVALID_MANIFEST")
         self.assertEqual(os.listdir(self.dir), ["manifest.json"])
-        for r in self.calls(["--help"], ["--version"], ["journal", "--help"], ["manifest", "-V"]):
-            self.assertTrue(r.on_stdout["ok"])
+        for r in self.calls(["--help"], ["journal", "--help"], ["--version"], ["manifest", "-V"]):
+            e = r.on_stdout
+            helps = "help" in e["meta"]
+            self.assertEqual((e["ok"], [w["code"] for w in e["warnings"]]),
+                             (True, ["INVALID_MANIFEST"] * helps))
 
     def test_many_commands_are_checked_in_time_that_grows_with_their_number(self):
         import agentcli
@@ -554,8 +557,14 @@ class CommandLineTest(Case):
                 self.assertRegex(told["suggestion"], says)
 
     def test_help_says_what_the_app_is_for_and_how_each_command_is_called(self):
+        self.commands["sh"]["examples"] = [
+            {"description": "List files", "command": "ledger sh ls"}]
         self.save(root={"description": "Tools of the household", "base_url": "http://127.0.0.1:9"},
                   **TASKS)
+        text = self.call("--help", "sh").err.decode()
+        self.assertRegex(text, r"\nexamples:\n  ledger sh ls  List files\n")
+        self.assertIn("Every token after `sh` is the tool's", text)
+        self.assertNotIn("Every token", self.call("task", "add", "--help").err.decode())
         for args, usage, about in (((), "COMMAND PATH", True), (("task", "--help"), "task", False),
                                    (("--help", "sh"), r"sh \[tokens for the tool\]", False),
                                    (("operation", "get", "--help"),
@@ -2237,6 +2246,16 @@ class ReplyTest(HttpCase):
             p = self.add("--timeout", "9", body=MEBIBYTE, env=service.env)
             self.told(p, (2, "error", "limit_exceeded"))
 
+    def test_an_interim_reply_does_not_end_the_sending(self):
+        def late(request):
+            request.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            body = request.rfile.read(int(request.headers["Content-Length"]))
+            request.wfile.write(reply(200, operation(size=len(body))))
+
+        service = Service(self, late, deaf=True)
+        e = self.told(self.add("--timeout", "9", body=MEBIBYTE, env=service.env))
+        self.assertEqual(e["data"], {"size": len(MEBIBYTE)})
+
     def test_a_reply_that_is_cut_short_in_its_head_is_no_reply(self):
         for head in (b"HTTP/1.1 200", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 201 X\r\nDate: Mon",
                      b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chun", b"HTTP/1.1 400 X\r\nA: b\r\n",
@@ -3751,6 +3770,8 @@ class ManifestTest(Case):
                     self.assertEqual(shown.get("help_argv"), mine.get("help_argv"))
                     self.assertEqual(shown["danger_level"], mine["danger_level"])
                     self.assertLessEqual({"2", "4", "10", "130", "143"}, set(shown["exit_codes"]))
+                    self.assertEqual({"3", "6"} & set(shown["exit_codes"]),
+                                     set() if shown["danger_level"] == "safe" else {"3", "6"})
                 effects = {row["side_effects"] for row in shown["exit_codes"].values()}
                 self.assertEqual("partial" in effects, shown["danger_level"] != "safe")
                 for row in shown["exit_codes"].values():
