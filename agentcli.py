@@ -2200,6 +2200,21 @@ def expand_argv(app: "App", argv: "Sequence[str]") -> "List[str]":
             if "{" in element else element for element in map(native, argv)]
 
 
+def named_descriptors(tokens: "Sequence[str]") -> "List[int]":
+    """The descriptors above 2 that tokens name and that can be read, such as a shell's <(...)."""
+    found: List[int] = []
+    if any("/fd/" in token for token in tokens):
+        import fcntl
+
+        for number in re.findall("/(?:dev|proc/self)/fd/([0-9]{1,9})", "\n".join(tokens)):
+            try:
+                mode = fcntl.fcntl(int(number), fcntl.F_GETFL) & os.O_ACCMODE
+                found += [int(number)] if int(number) > 2 and mode != os.O_WRONLY else []
+            except OSError:  # it is not open
+                continue
+    return found
+
+
 def prepare_tool(call: Call, command: Command) -> Work:
     """Find all that a passthrough command needs before anything is started (REQ-C-031).
 
@@ -2218,9 +2233,7 @@ def prepare_tool(call: Call, command: Command) -> Work:
     variable, _, value = os.fsencode(marker_of(call)).partition(b"=")
     environment[variable] = value
     program, no_stdin = find_program(app, command), entry.get("stdin") == "none"
-    inputs = [] if no_stdin else [0]
-    for number in re.findall("/(?:dev|proc/self)/fd/([0-9]{1,9})", "\n".join(tokens)):
-        inputs += [int(number)] if is_open(int(number)) else []  # a shell's <(...), say
+    inputs = ([] if no_stdin else [0]) + named_descriptors(tokens)
     if "/" in fixed[0]:  # some programs look beside themselves: a virtual environment's python
         argv[0] = os.fsencode(program)
 
@@ -2416,7 +2429,7 @@ def send_request(call: Call, method: str, target: str, headers: "Dict[str, str]"
     if cause is None and answer:
         named = '"operation_id"' in json.dumps(answer["reply"])
         if answer["exit"] == 6 and call.operation_id and not named:
-            told = _UNFINISHED.get(answer["reply"]["status"], "The service does not know its end")
+            told = _UNFINISHED.get(answer["reply"]["status"], "It is not known to be done")
             call.warn("PENDING", f"{told}; look operation {call.operation_id} up")
         return Outcome(answer["exit"], error=answer["reply"]["error"], reply=answer["reply"],
                        final=answer["final"])

@@ -1483,6 +1483,14 @@ class JournalTest(StoreCase):
             answer = self.call("add", "cat <&57", "/dev/fd/57", "/dev/fd/58", pass_fds=[57])
             os.close(57)
             self.assertEqual([*self.told(answer)], [wanted])
+        for data, wanted in (b"", "ran"), (b"more", "replayed"):  # what is written is no input
+            path = self.write("out", data)
+            with open(path, "wb") as out, open(path, "ab") as log:
+                os.dup2(log.fileno(), 57)
+                answer = self.call("add", "true", "/dev/fd/57", "/dev/fd/1", stdout=out,
+                                   pass_fds=[57])
+                os.close(57)
+            self.assertEqual([*self.told(answer)], [wanted])
 
     def test_of_thirty_identical_calls_at_once_one_runs_and_the_others_replay_it(self):
         calls = [self.start("add", UNTIL % "-e go") for _ in range(30)]
